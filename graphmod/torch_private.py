@@ -100,8 +100,9 @@ try:
     """The class of the nodes of functions in Python."""
 
     # dispatch keys
-    DispatchKey, DispatchKeySet = _C.DispatchKey, _C.DispatchKeySet
-    dispatch_key = _C._dispatch_key_parse
+    DispatchKeySet = _C.DispatchKeySet
+    DispatchKey: Any = _C.DispatchKey  # whose members are numbers, of which its stub says nothing
+    dispatch_key: Callable[[str], Any] = _C._dispatch_key_parse
     key_included, include_key = _C._dispatch_tls_is_dispatch_key_included, _C._dispatch_tls_set_dispatch_key_included
     key_excluded, exclude_key = _C._dispatch_tls_is_dispatch_key_excluded, _C._dispatch_tls_set_dispatch_key_excluded
     KeysExcluded, KeyExcluded = _C._ExcludeDispatchKeyGuard, _C._SetExcludeDispatchKeyGuard

@@ -10,7 +10,7 @@ import torch
 
 from graphmod.guards.values import OTHER, is_random, sort_of
 from graphmod.trace import dispatch
-from graphmod.trace.generators import MOVES, READS_SEED, SETS_STATE, comparable, kinds_followed, state_of
+from graphmod.trace.generators import METHODS, comparable, kinds_followed, state_of
 from graphmod.trace.host_draws import HostDraws
 from graphmod.trace.undo import let_through
 from graphmod.trace.untraced import identity
@@ -43,9 +43,8 @@ class Chance:
         if sort_of(type(value)) != OTHER:
             return
         recorder = dispatch.current()
-        method = _method_of_generator(value) if recorder is not None else None
-        if method in MOVES or method == "initial_seed":
-            recorder.refuse(method, SETS_STATE if method in MOVES else READS_SEED)
+        if recorder is not None and (method := _method_of_generator(value)) in METHODS:
+            recorder.refuse(method, METHODS[method])
         if isinstance(value, (types.BuiltinMethodType, types.MethodType)):
             value = value.__self__
         if recorder is not None and _is_generator(value):
@@ -114,8 +113,8 @@ def _is_generator(value: Any) -> bool:
     return issubclass(type(value), torch.Generator)  # `isinstance` runs Python code of torch's, at each value met
 
 
-def _method_of_generator(value: Any) -> str | None:
-    """The name of a method of one of torch's generators; None of anything else."""
+def _method_of_generator(value: Any) -> str:
+    """The name of a method of one of torch's generators; "" of anything else."""
     of_object = isinstance(value, types.BuiltinMethodType) and _is_generator(value.__self__)
     of_class = type(value) is types.MethodDescriptorType and value.__objclass__ is torch.Generator
-    return value.__name__ if of_object or of_class else None
+    return value.__name__ if of_object or of_class else ""

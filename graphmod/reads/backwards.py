@@ -8,11 +8,11 @@ of the user's between two nodes are seen, and code that belongs to no marked nod
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
 import threading
 import types
-from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import Node
@@ -61,7 +61,12 @@ class Watched(Protocol):
 
 def mark(node: Node, call: Watched) -> None:
     """Lets a node be one of a call. The call must not hold it: the node holds the call."""
-    node.metadata[_MARK] = call
+    _metadata(node)[_MARK] = call
+
+
+def _metadata(node: Any) -> dict[str, Any]:
+    """What may be kept at a node, which PyTorch declares as a method."""
+    return node.metadata
 
 
 def end_left() -> None:
@@ -190,7 +195,7 @@ class _Watch(Frames):
 
     def _runs_now(self) -> Watched | None:
         node = current_node()
-        call = None if node is None else node.metadata.get(_MARK)
+        call = None if node is None else _metadata(node).get(_MARK)
         return None if call is None or call.over or call.beside else call
 
     def _come_to(self, call: Watched) -> None:
@@ -221,21 +226,17 @@ def _given_to(frame: types.FrameType) -> set[int]:
     has made for that."""
     code = frame.f_code
     count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
-    values = [events.variable(frame, name) for name in code.co_varnames[:count]]
-    return {identity(one) for value in values if _is_of_tensors(value) for one in _all_in(value)}
+    return {identity(one) for name in code.co_varnames[:count] for one in _of_tensors(events.variable(frame, name))}
 
 
-def _is_of_tensors(value: object) -> bool:
-    return isinstance(value, torch.Tensor) or (
-        type(value) in (list, tuple) and all(one is None or _is_of_tensors(one) for one in value)
-    )
-
-
-def _all_in(value: object) -> Iterator[object]:
-    if value is not None:
-        yield value
-    for one in value if type(value) in (list, tuple) else ():
-        yield from _all_in(one)
+def _of_tensors(value: Any) -> list[Any]:
+    """A tensor; a list or tuple of tensors, of such lists and of None, with all but None in it; of others, nothing."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if type(value) not in (list, tuple):
+        return []
+    inside = [_of_tensors(one) for one in value if one is not None]
+    return [value, *itertools.chain.from_iterable(inside)] if all(inside) else []
 
 
 def _is_anybody_told() -> None:

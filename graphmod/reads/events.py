@@ -37,7 +37,7 @@ class Told(Protocol):
     def entered(self, frame: FrameType) -> int | Plan:
         """A frame begins, or goes on. Returns what is to be told of it."""
 
-    def step(self, frame: FrameType, planned: Any) -> None:
+    def step(self, frame: FrameType, planned: Any, /) -> None:
         """A frame is about to run an instruction of which the plan has `planned`."""
 
     def left(self, frame: FrameType) -> None:
@@ -123,10 +123,10 @@ class _Traced(_Watch):
             wanted = self.told.entered(frame)
         except BaseException as error:
             wanted = self.put_off(error, frame)
-        if wanted is NOTHING or wanted is NEVER:
+        if isinstance(wanted, int) and wanted != END:
             return None
         frame.f_trace_lines = False
-        if wanted is END:
+        if isinstance(wanted, int):
             return self._end
         frame.f_trace_opcodes = True
         follower = self._followers.get(identity(wanted))

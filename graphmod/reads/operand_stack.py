@@ -6,11 +6,11 @@ the stack reaches is worked out, once for each code: `depths`.
 
 import dis
 import sys
-from ctypes import c_void_p, cast, py_object, sizeof
+from ctypes import c_size_t, cast, py_object, sizeof
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
-_WORD = sizeof(c_void_p)
+_WORD = sizeof(c_size_t)
 _BODY = object.__basicsize__ + _WORD  # in a frame: where its body is, after the frame before
 # In the body: the variables, which the stack comes after.
 _VARIABLES = 9 * _WORD
@@ -21,7 +21,7 @@ _ENDS = {
     *("RERAISE", "INTERPRETER_EXIT"),
 }
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
-_pointer = c_void_p.from_address
+_word_at = c_size_t.from_address
 _some = [py_object * count for count in range(16)]
 
 
@@ -31,7 +31,7 @@ class Nothing:
 
 def function_of(frame: FrameType) -> FunctionType | None:
     """The function that a frame runs, if that is one written in Python whose code was not exchanged meanwhile."""
-    found = cast(_pointer(_pointer(id(frame) + _BODY).value + _FUNCTION).value, py_object).value
+    found = cast(_word_at(_word_at(id(frame) + _BODY).value + _FUNCTION).value, py_object).value
     return found if isinstance(found, FunctionType) and found.__code__ is frame.f_code else None
 
 
@@ -41,7 +41,7 @@ def top(frame: FrameType, count: int, reach: int) -> list[Any]:
     Args:
         reach: how far the stack reaches at this instruction, as `depths` has it.
     """
-    variables = _pointer(id(frame) + _BODY).value + _VARIABLES
+    variables = _word_at(id(frame) + _BODY).value + _VARIABLES
     cells = (_some[count] if count < 16 else py_object * count).from_address(variables + (reach - count) * _WORD)
     try:
         return cells[:]
@@ -62,6 +62,7 @@ def depths(code: CodeType, steps: list[dis.Instruction]) -> dict[int, int]:
     at = {step.offset: index for index, step in enumerate(steps)}
     found: dict[int, int] = {}
     todo = [(0, variables)]
+    # pyrefly: ignore[missing-attribute] -- typeshed leaves it out
     for one in dis._parse_exception_table(code):
         todo.append((one.target, variables + one.depth + 1 + bool(one.lasti)))
     while todo:
@@ -85,10 +86,10 @@ def depths(code: CodeType, steps: list[dis.Instruction]) -> dict[int, int]:
 def lies_there(frame: FrameType, one: Any, two: Any, function: FunctionType, reach: int) -> bool:
     """Whether in a frame that runs a function of two variables, which hold `one` and `two`, both lie where they are
     looked for, as variables and as the uppermost values on the stack; and whether the function does."""
-    body = _pointer(id(frame) + _BODY).value
+    body = _word_at(id(frame) + _BODY).value
     return (
-        (c_void_p * 4).from_address(body + _VARIABLES)[:] == [id(one), id(two)] * 2
+        (c_size_t * 4).from_address(body + _VARIABLES)[:] == [id(one), id(two)] * 2
         and top(frame, 2, reach) == [one, two]
-        and _pointer(body + _FUNCTION).value == id(function)
+        and _word_at(body + _FUNCTION).value == id(function)
         and function_of(frame) is function
     )

@@ -133,7 +133,8 @@ class Reading:
                 self.use(value)
 
     def kept(self, frame: FrameType, argument: Any, values: list) -> None:
-        """What is kept may be used where nobody looks: in a backward, or by code in C. If it was drawn, `step` has told so."""
+        """What is kept may be used where nobody looks: in a backward, or by code in C. `step` has asked whether it was
+        drawn."""
 
     def compare(self, frame: FrameType, how: str, values: list) -> None:
         self.each(frame, how, values)
@@ -272,7 +273,7 @@ class Reading:
         del values[-1]
         self.call(frame, True, values)
 
-    def call_all(self, frame: FrameType, more: int, values: list) -> None:
+    def call_all(self, frame: FrameType, argument: Any, values: list) -> None:
         """`function(*args, **kwargs)`."""
         function, args, *kwargs = (value for value in values if value is not Nothing)
         for one in (args, *kwargs):
@@ -490,23 +491,23 @@ _GIVE_BOOLEANS = ("IS_OP", "CONTAINS_OP", "UNARY_NOT")
 
 
 def _step_of(step: dis.Instruction, named: bool) -> tuple[Callable, int, Any] | None:
-    name = step.opname
+    name, count = step.opname, step.arg or 0
     if name == "CALL":
-        return Reading.call, step.arg + _IN_CALLS, named
+        return Reading.call, count + _IN_CALLS, named
     if name == "CALL_KW":
-        return Reading.call_with_names, step.arg + _IN_CALLS + 1, step.arg
+        return Reading.call_with_names, count + _IN_CALLS + 1, None
     if name == "CALL_FUNCTION_EX":
-        return Reading.call_all, _IN_CALLS + 1 + (step.arg & 1), step.arg
-    if name == "MAKE_FUNCTION" and step.arg:  # with defaults, up to Python 3.12
-        return Reading.kept, step.arg.bit_count() + 1, None
+        return Reading.call_all, _IN_CALLS + 1 + (count & 1), None
+    if name == "MAKE_FUNCTION" and count:  # with defaults, up to Python 3.12
+        return Reading.kept, count.bit_count() + 1, None
     if name == "FORMAT_VALUE":
-        return Reading.each, 2 if step.arg & 4 else 1, None
-    known = _STEPS.get(name)
-    if name == "MATCH_CLASS":
-        return (*known, step.arg)
+        return Reading.each, 2 if count & 4 else 1, None
+    if name not in _STEPS:
+        return None
+    do, taken = _STEPS[name]
     if name == "COMPARE_OP":
-        return (*known, step.argrepr.removeprefix("bool(").removesuffix(")"))
-    return None if known is None else (*known, step.argval)
+        return do, taken, step.argrepr.removeprefix("bool(").removesuffix(")")
+    return do, taken, count if name == "MATCH_CLASS" else step.argval
 
 
 _AT_ONCE = {"<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"}
@@ -527,7 +528,8 @@ def plan_of(code: CodeType) -> Plan:
     plan: Plan = {}
     prefixes, line, named, before = [], code.co_firstlineno, False, ""
     for step in steps:
-        line = step.positions.lineno or line
+        if step.positions is not None and step.positions.lineno:
+            line = step.positions.lineno
         if step.opname == "EXTENDED_ARG":
             prefixes.append(step.offset)
             continue
@@ -541,7 +543,7 @@ def plan_of(code: CodeType) -> Plan:
         before = step.opname
         if wanted is not None:
             # Python 3.11 tells of an instruction with prefixes where the first of them lies.
-            for offset in (step.offset, *prefixes):
-                plan[offset] = *wanted, reach[step.offset], line
+            do, count, argument = wanted
+            plan |= dict.fromkeys((step.offset, *prefixes), (do, count, argument, reach[step.offset], line))
         prefixes = []
     return plan

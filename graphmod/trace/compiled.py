@@ -20,6 +20,7 @@ import torch
 
 from graphmod.torch_private import BEGINS, ENDS, EVAL_FRAME, INDUCTOR_CODE, mode_flags, set_mode_flags
 from graphmod.trace import dispatch
+from graphmod.trace.dispatch import Watcher
 from graphmod.trace.operations import Facts
 from graphmod.trace.undo import Undo
 from graphmod.trace.untraced import untraced
@@ -72,7 +73,7 @@ def kinds() -> list[type]:
     return [getattr(inductor, name) for name in ("CompiledFxGraph", "CompiledAOTI") if hasattr(inductor, name)]
 
 
-def shown(recorder: Any, run: Callable, code: Any, inputs: Any) -> Any:
+def shown(recorder: Watcher, run: Callable, code: Any, inputs: Any) -> Any:
     """Runs compiled code as one operation, in the place of `run`."""
     operation = _operations.get(id(code))
     if operation is None:
@@ -105,18 +106,17 @@ _regions = _Regions()
 def _beginning(begins: Callable) -> Callable:
     def begin(*args: Any) -> Any:
         frame = sys._getframe(1)
-        top = _regions.open[-1] if _regions.open else None
+        top, recorder = _regions.open[-1] if _regions.open else None, dispatch.current()
         if top is not None and (top[0] == id(frame) or frame.f_code.co_name == "__exit__"):
             top[1] = True
-        elif top is not None or dispatch.current() is not None:
+        elif top is not None or recorder is not None:
             undo = Undo()
             _regions.open.append([id(frame), False, undo])
-            if top is None:
-                recorder = dispatch.current()
+            if top is None and recorder is not None:
                 recorder.ran_compiled = True
                 undo.enter(dispatch.through_a_mode())
                 undo.enter(_DynamoUnawareOfModes())
-                if not getattr(recorder, "watching", True):
+                if not recorder.watching:
                     undo.enter(torch.compiler.set_stance("fail_on_recompile"))
         return begins(*args)
 

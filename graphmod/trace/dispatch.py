@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ from graphmod.torch_private import (
     operator_names,
     without_modes,
 )
-from graphmod.trace.operations import draws, facts
+from graphmod.trace.operations import Step, draws, facts
 from graphmod.trace.tensors import tensors_in
 from graphmod.trace.untraced import identity, resume, suspend, thread_state, traced, untraced
 
@@ -57,17 +57,47 @@ _make_subclass, _as_subclass = Tensor._make_subclass, Tensor.as_subclass
 _NAMESPACES = ("aten", "c10d", "_c10d_functional", "fsdp")
 _libraries: list[Any] = []  # the kernels of `_register_kernels`, which live as long as these do
 _library: Any = None  # the registration, which lives as long as this does
+
+
+class Sees(Protocol):
+    """Is shown operations."""
+
+    def see(self, op: Any, args: tuple, kwargs: dict) -> Any:
+        """Runs an operation and gives its result."""
+
+
+class Watcher(Sees, Protocol):
+    """Who watches a call, whatever it does; `Recorder` says what these are."""
+
+    watching: bool
+    on_gpu: bool
+    ran_compiled: bool
+    unfinished: list[Any]
+    trace: list[Step]
+
+    def refuse(self, operation: str, reason: Any) -> None: ...
+    def make(self, function: Callable, values: Any, kwargs: dict) -> Tensor: ...
+    def aim(self, tensor: Tensor, memory: Callable[[], Tensor]) -> None: ...
+    def before_communicating(self) -> None: ...
+    def note_resized(self, storage: torch.UntypedStorage, before: int) -> bool: ...
+    def note_host_read(self, tensor: Tensor, name: str) -> None: ...
+    def note_random_state(self) -> None: ...
+    def note_generator(self, generator: torch.Generator) -> None: ...
+    def note_mode(self, mode: TorchDispatchMode) -> None: ...
+    def note_compilation(self) -> None: ...
+
+
 _at_work: list[Any] = []  # the recorders of this process
 
 
 class _OfThread(threading.local):
-    recorder: Any = None
+    recorder: Any = None  # a `Watcher`, but for the self-test
 
 
 _of_thread = _OfThread()
 
 
-def current() -> Any:
+def current() -> Watcher | None:
     """The recorder that watches the present call; None where there is none, or where it looks away."""
     if not _at_work:  # before anything dearer is looked at
         return None
@@ -194,7 +224,7 @@ class Mode(TorchDispatchMode):
     supports_higher_order_operators = True
     hides_nothing = True
 
-    def __init__(self, recorder: Any) -> None:
+    def __init__(self, recorder: Sees) -> None:
         super().__init__()
         self._recorder = recorder
 
@@ -285,7 +315,7 @@ class _View:
 
 
 class _Showing(_View):
-    def __init__(self, recorder: Any, keyed: bool) -> None:
+    def __init__(self, recorder: Sees, keyed: bool) -> None:
         self._recorder, self._keyed = recorder, keyed
 
     def _change(self) -> None:
@@ -302,7 +332,7 @@ class _Showing(_View):
             _at_work.remove(self._recorder)
 
 
-def shown_to(recorder: Any, given: Iterable[Tensor] = ()) -> AbstractContextManager[None]:
+def shown_to(recorder: Watcher, given: Iterable[Tensor] = ()) -> AbstractContextManager[None]:
     """Shows `recorder` each operation of this thread, which works on tensors `given`, and of its backwards."""
     keyed = has_key() and (_BELOW_MODES or not dispatch_modes())
     if keyed and not _BELOW_MODES:

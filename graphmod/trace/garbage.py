@@ -119,7 +119,7 @@ def _list_new() -> None:
         for one in _ages:
             one.made.update(map(identity, listed))
             for function in functions:
-                cells = one.made.intersection(map(identity, function.__closure__))
+                cells = one.made.intersection(map(identity, function.__closure__ or ()))
                 one.functions += [(weakref.ref(function), cells)] if cells else []
     if _holders:  # else nobody would thaw it
         gc.freeze()

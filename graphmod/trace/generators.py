@@ -24,15 +24,17 @@ RESTORES = Reason(
     "inside), which a replay cannot repeat",
     "take dropout out of the checkpointed part",
 )
-MOVES = {"set_state", "graphsafe_set_state", "set_offset", "manual_seed", "seed"}  # methods of a generator
 SETS_STATE = Reason(
     "sets the state of a random generator, which a replay would not: it goes on drawing",
     "set it outside the call, and not for each call anew",
 )
-READS_SEED = Reason(
+_READS_SEED = Reason(
     "reads the seed of a random generator, which a replay would not: it has the number of now for good",
     "read it outside the call, and pass it as a tensor",
 )
+_MOVE = ("set_state", "graphsafe_set_state", "set_offset", "manual_seed", "seed")
+METHODS = {**dict.fromkeys(_MOVE, SETS_STATE), "initial_seed": _READS_SEED}
+"""Those methods of a generator that a replay would not call, with the reason."""
 _SEEDED_INSIDE = Reason(
     "draws from a generator whose state was set inside the call, or right before it, which a replay would not do",
     "seed outside the call, and not for each call anew",
@@ -47,7 +49,12 @@ def kinds_followed() -> tuple[type, ...]:
 
 def same_generator(one: torch.Generator, other: torch.Generator) -> bool:
     """Whether two objects stand for one generator: operations are given another than the user holds."""
-    return one._cdata == other._cdata
+    return _stands_for(one) == _stands_for(other)
+
+
+def _stands_for(generator: Any) -> int:
+    """What an object stands for, whose class is typed without it."""
+    return generator._cdata
 
 
 def state_of(generator: Any) -> Any:
@@ -109,10 +116,10 @@ class Draws:
     def know(self, generator: torch.Generator, where: Lines) -> None:
         """Takes in that code is about to use a generator."""
         self._met = self._met or where
-        if generator._cdata not in self._last:
+        if _stands_for(generator) not in self._last:
             self.after(generator)
             if _is_fresh(generator):
-                self._fresh.add(generator._cdata)
+                self._fresh.add(_stands_for(generator))
 
     def moved(self) -> Lines | None:
         """Where code first met a generator, if one is not where the last operation that drew from it left it; of the
@@ -126,15 +133,15 @@ class Draws:
     def before(self, generator: torch.Generator | None) -> Reason | None:
         """Called before an operation draws; None stands for the default generator."""
         one = self._default if generator is None else generator
-        _, last = self._last.get(one._cdata, (one, None))
-        if (last is None or one._cdata in self._fresh) and _is_fresh(one):
+        _, last = self._last.get(_stands_for(one), (one, None))
+        if (last is None or _stands_for(one) in self._fresh) and _is_fresh(one):
             return _SEEDED_INSIDE
         return None if last is None or last == _fingerprint(one) else _SEEDED_INSIDE
 
     def after(self, generator: torch.Generator | None) -> None:
         """Called when it has drawn."""
         one = self._default if generator is None else generator
-        self._last[one._cdata] = one, _fingerprint(one)
+        self._last[_stands_for(one)] = one, _fingerprint(one)
 
     def state(self) -> Any:
         """Where the default generator is."""

@@ -147,7 +147,8 @@ class HostDraws:
             if where and where not in self.at and self._origins.of(where, tensor) != DATA:
                 self.at[where] = torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8, device="cpu")
                 made.append((index, self._view(tensor)))
-        self._steps.append((False, partial(_operate, *kept, made)))
+        op, args, kwargs = kept
+        self._steps.append((False, partial(_operate, op, args, kwargs, made)))
 
     def _view(self, tensor: Tensor) -> Tensor:
         """What stands for a tensor where its operation is done again. Of data only the shape counts: no values are
@@ -182,7 +183,7 @@ class HostDraws:
         self.reads.add(index)
         return True
 
-    def draw(self, function: Callable, given: list, where: tuple) -> None:
+    def draw(self, function: Any, given: list, where: tuple) -> None:
         """Takes in that code at `where` is about to call a method of a generator, of which it was told."""
         generator = function.__self__
         self.drawn_at.setdefault(id(generator), where)
@@ -191,8 +192,9 @@ class HostDraws:
             return
         given = [list(one) if type(one) is list else one for one in given]
         try:
-            draw = partial(getattr(self._stand_in(generator), function.__name__), *given)
-            put_back([(draw.func.__self__, state_of(generator))])
+            stand_in = self._stand_in(generator)
+            draw = partial(getattr(stand_in, function.__name__), *given)
+            put_back([(stand_in, state_of(generator))])
             value = _drawn(draw)
         except Exception as error:  # as the call's own will raise it
             let_through(error)

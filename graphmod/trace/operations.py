@@ -37,7 +37,7 @@ def written_by(name: str) -> frozenset:
     return frozenset({0}) if name.startswith(_IN_PLACE) and name not in _READ_ONLY else frozenset()
 
 
-def opaque_scalar(value: torch.ScriptObject) -> Any:
+def opaque_scalar(value: Any) -> Any:
     """What an opaque argument is told apart by: a process group by its name, a reduction by its number."""
     kind = value._type().name()
     if kind == "ReduceOp":
@@ -47,7 +47,7 @@ def opaque_scalar(value: torch.ScriptObject) -> Any:
     return kind
 
 
-def reduction_of(value: torch.ScriptObject) -> int | None:
+def reduction_of(value: Any) -> int | None:
     """The number of a reduction, as in `ReduceOp.RedOpType`; None where this PyTorch does not tell."""
     return value.op() if value._has_method("op") else None
 

@@ -35,6 +35,7 @@ from graphmod.torch_private import (
     nn_functions,
 )
 from graphmod.trace import compiled, dispatch
+from graphmod.trace.dispatch import Watcher
 from graphmod.trace.generators import SEEDS
 from graphmod.trace.hazards import Reason
 from graphmod.trace.undo import Undo
@@ -129,7 +130,7 @@ def _is_capturing() -> list[Replacement]:
     return [(*IS_CAPTURING_TOO, answer), (*IS_CAPTURING, answer)]
 
 
-def _state(on_gpu: bool, nothing: Any, recorder: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+def _state(on_gpu: bool, nothing: Any, recorder: Watcher, original: Any, *args: Any, **kwargs: Any) -> Any:
     """Reads or writes the state of a generator. `checkpoint` does by default, also where nothing is random."""
     if recorder.on_gpu is not on_gpu:
         return original(*args, **kwargs)
@@ -137,25 +138,25 @@ def _state(on_gpu: bool, nothing: Any, recorder: Any, original: Any, *args: Any,
     return original(*args, **kwargs) if recorder.watching else nothing
 
 
-def _seed(recorder: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+def _seed(recorder: Watcher, original: Any, *args: Any, **kwargs: Any) -> Any:
     recorder.refuse(original.__name__, SEEDS)
     with dispatch.hidden():  # one of them calls others
         return original(*args, **kwargs)
 
 
-def _read(recorder: Any, original: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _read(recorder: Watcher, original: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     # A GPU copies for `cpu`, and is asked itself; its memory may be shared through DLPack without waiting for it.
     if not recorder.on_gpu or original.__name__ not in ("cpu", "__dlpack__"):
         recorder.note_host_read(tensor, original.__name__)
     return original(tensor, *args, **kwargs)
 
 
-def _save(recorder: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+def _save(recorder: Watcher, original: Any, *args: Any, **kwargs: Any) -> Any:
     recorder.refuse("torch.save", _SAVED)
     return original(*args, **kwargs)
 
 
-def _resize(recorder: Any, original: Any, storage: torch.UntypedStorage, size: int) -> Any:
+def _resize(recorder: Watcher, original: Any, storage: torch.UntypedStorage, size: int) -> Any:
     """Memory that a storage is given, and gives back, by hand: no operation does that."""
     before = storage.nbytes()
     result = original(storage, size)
@@ -163,12 +164,12 @@ def _resize(recorder: Any, original: Any, storage: torch.UntypedStorage, size: i
     return result
 
 
-def _unseen(recorder: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+def _unseen(recorder: Watcher, original: Any, *args: Any, **kwargs: Any) -> Any:
     with dispatch.hidden():
         return original(*args, **kwargs)
 
 
-def _make(recorder: Any, make: Any, *args: Any, **kwargs: Any) -> Any:
+def _make(recorder: Watcher, make: Any, *args: Any, **kwargs: Any) -> Any:
     """Makes a tensor of Python values. On the GPU that is a copy from host memory that nobody keeps, and goes by way of
     the recorder; numbers are shown to it as `torch.tensor` shows them, which `as_tensor` does not."""
     name = "obj" if getattr(make, "__name__", "") == "asarray" else "data"
@@ -183,7 +184,7 @@ def _make(recorder: Any, make: Any, *args: Any, **kwargs: Any) -> Any:
     return torch.ops.aten.lift_fresh(made) if lifts else made
 
 
-def _make_like(recorder: Any, new_tensor: Any, like: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _make_like(recorder: Watcher, new_tensor: Any, like: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Makes a tensor of Python values where another is. Not so lists that index one: torch.compile and others ask for
     that function by its name."""
     if has_torch_function((like,)):
@@ -192,7 +193,7 @@ def _make_like(recorder: Any, new_tensor: Any, like: Tensor, *args: Any, **kwarg
     return _make(recorder, functools.partial(new_tensor, like), *args, device=device, **kwargs)
 
 
-def _one_hot(recorder: Any, original: Any, tensor: Tensor, num_classes: int = -1) -> Tensor:
+def _one_hot(recorder: Watcher, original: Any, tensor: Tensor, num_classes: int = -1) -> Tensor:
     """On the CPU it reads the least and the greatest value, which on a GPU it does not."""
     if recorder.on_gpu or num_classes <= 0 or not tensor.numel() or tensor.dtype is not torch.int64:
         return original(tensor, num_classes)  # which says what is wrong
@@ -200,7 +201,9 @@ def _one_hot(recorder: Any, original: Any, tensor: Tensor, num_classes: int = -1
     return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
 
 
-def _bincount(recorder: Any, original: Any, input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+def _bincount(
+    recorder: Watcher, original: Any, input: Tensor, weights: Tensor | None = None, minlength: int = 0
+) -> Tensor:
     """Its result is as long as the greatest value says, which is read on the host. Where `minlength` is enough for all
     values, as for experts, it is a sum of known size; a greater value in a replay is an index out of bounds."""
     if weights is not None or minlength <= 0:
@@ -214,7 +217,7 @@ def _bincount(recorder: Any, original: Any, input: Tensor, weights: Tensor | Non
     return zeros.scatter_add_(0, input.long(), torch.ones_like(input, dtype=torch.int64))
 
 
-def _script(recorder: Any, original: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+def _script(recorder: Watcher, original: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
     if _fuses(recorder.on_gpu) and _is_script(function):
         recorder.refuse(f"torch.jit function {getattr(function, 'name', '')!r}", _SCRIPTED)
     return original(function, *args, **kwargs)
@@ -267,7 +270,7 @@ _patch = Patch(_replacements)
 _patch_on_gpu = Patch(lambda: [_recorded(Tensor, "new_tensor", _make_like)])
 
 
-def asking(recorder: Any, undo: Undo) -> None:
+def asking(recorder: Watcher, undo: Undo) -> None:
     """Has what these functions do in calls that are recorded reported to the recorder, and answered for it."""
     for patch in (_patch, _patch_on_gpu) if recorder.on_gpu else (_patch,):
         undo.then(lambda _, patch=patch: patch.leave(recorder))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from graphmod.errors import CaptureRefused, Diverged
-from graphmod.torch_private import OpOverload, StorageBase, TensorBase, TorchDispatchMode, current_node, to_copy
+from graphmod.torch_private import OpOverload, TensorBase, TorchDispatchMode, current_node, to_copy
 from graphmod.trace import compiled, dispatch
 from graphmod.trace.compiled import CompiledGraph
 from graphmod.trace.dispatch import beside_the_call, hidden
@@ -59,8 +59,9 @@ from graphmod.trace.untraced import identity, resume, suspend, thread_state, tra
 
 log = logging.getLogger("graphmod")
 
-_storage, _pointer = TensorBase.untyped_storage, StorageBase.data_ptr
-_new, _node_of_now = tuple.__new__, current_node
+_storage, _pointer = TensorBase.untyped_storage, torch.UntypedStorage.data_ptr
+_new: Callable[..., Any] = tuple.__new__
+_node_of_now = current_node
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, torch.nn.Buffer))
 _VALUES = frozenset((int, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format, complex))
 _harmless: dict[int, tuple[Facts, Any, int | None, bool]] = {}
@@ -346,6 +347,7 @@ class Recorder:
         memory, greatest = self._origins.here, CONSTANTS
         given: list[Tensor] = []
         at: list[int] = []
+        scalars: tuple = ()
         ordinary = not (about.views and (self.ran_compiled or self._depth))
         try:
             scalars = _take(args, given)
@@ -446,7 +448,7 @@ class Recorder:
                 number = reason is READ_CHANCE and self._reads_number(call, self.host_draws)
                 drawn = self.host_draws.before(op, call.about, call.args, call.kwargs, call.random)
             constants = None if reason is None else self._check.kept_by(reason, call.given)
-            if constants is not None:
+            if reason is not None and constants is not None and self.script is not None:
                 kept = self.script.kept[call.index] = Kept(reason.kept, constants)
             elif reason is not None and not number:
                 self.refuse(call.about.short, reason)
@@ -546,7 +548,7 @@ class Recorder:
                 elif where in self._inputs:
                     self.inputs_written.add(where)
                 self._origins.note_write(where, origin)
-                if self.watching:
+                if self.watching and self.script is not None:
                     self.script.note_write(where)
 
     def _done(self, call: Call, result: Any) -> list[Tensor]:
@@ -668,7 +670,7 @@ class Follower(Recorder):
 
     # -- refusals ------------------------------------------------------------------------------------------------
 
-    def refuse(self, operation: str, reason: Reason) -> None:
+    def refuse(self, operation: str, reason: Reason) -> NoReturn:
         """Refuses the capture.
 
         Raises:
@@ -770,8 +772,8 @@ class Follower(Recorder):
         if reason is READ_CHANCE and self.script is not None and call.index in self.script.numbers:
             return None
         constants = self._check.kept_by(reason, call.given)
-        kept = None if constants is None or self.script is None else self.script.kept.get(call.index)
-        if kept is None:
+        kept = None if self.script is None else self.script.kept.get(call.index)
+        if constants is None or kept is None:
             self.refuse(call.about.short, reason)
         if kept.kind == "arguments":
             call.look_at(*kept.in_place_of(constants, call.args, call.kwargs))
@@ -788,11 +790,11 @@ class Follower(Recorder):
         if call.about.collective:
             return self._graph.collective(op, args, kwargs)
         into = self._into.get(call.index)
-        if into is not None:
+        if into is not None and op in _INTO:
             with hidden():
                 target = into()
-            write, size = _INTO.get(op, (None, None))
-            if write is not None and size(*args, **kwargs) == target.size():
+            write, size = _INTO[op]
+            if size(*args, **kwargs) == target.size():
                 return write(*args, **kwargs, out=target)
         with self._graph.around((*args, *kwargs.values())) if call.about.lists else nullcontext():
             return _do(op, args, kwargs)

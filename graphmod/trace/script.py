@@ -91,10 +91,11 @@ class Script:
 
     def made(self, number: int, now: Tensor) -> Tensor | None:
         """A copy of the tensor made as the `number`-th; None where that had other values than `now`, on the host."""
-        then, kept = self._made[number] if number < len(self._made) else (None, None)
-        if then is None or now.dtype is not then.dtype or not torch.equal(now.nan_to_num(), then.nan_to_num()):
+        if number >= len(self._made):
             return None
-        return kept.clone()
+        then, kept = self._made[number]
+        same = now.dtype is then.dtype and torch.equal(now.nan_to_num(), then.nan_to_num())
+        return kept.clone() if same else None
 
     def differs(self, index: int, step: Step, where: Callable[[], Lines]) -> str | None:
         """Why an operation of a capture is not the one of the recorded call; `where` tells its lines."""

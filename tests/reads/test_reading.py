@@ -10,7 +10,7 @@ import torch
 
 from graphmod import CUDAGraphModule
 from graphmod.reads import events, frames
-from graphmod.reads.operand_stack import _BODY, Nothing, _pointer, depths, top
+from graphmod.reads.operand_stack import _BODY, Nothing, _word_at, depths, top
 from graphmod.reads.reading import _STEPS, plan_of
 
 
@@ -65,7 +65,7 @@ class Check:
             one, other, *given = top(frame, step.arg + 2, reach[offset])
             self._check(frame, step, callable(other if one is Nothing else one) and Nothing not in map(type, given))
         if sys.version_info < (3, 12):  # which keeps in the frame how far the stack reaches
-            self._check(frame, step, reach[offset] == c_int.from_address(_pointer(id(frame) + _BODY).value + 64).value)
+            self._check(frame, step, reach[offset] == c_int.from_address(_word_at(id(frame) + _BODY).value + 64).value)
 
     def _check(self, frame, step, right):
         self.told += 1
