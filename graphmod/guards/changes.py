@@ -169,12 +169,11 @@ def _change_of(note: Note, keeper: Any) -> Change:
 
 def _changed_tensors(notes: Notes) -> Iterator[Change]:
     """Tensors that the call put elsewhere, or laid out otherwise."""
-    changed = [met for met in notes.tensors.values() if met.changed()]
+    changed = [(met, tensor) for met in notes.tensors.values() if met.changed() and (tensor := met.tensor) is not None]
     if not changed:
         return
     places = {id(note.before()): note for note in notes.notes.values() if isinstance(note.before(), Tensor)}
-    for met in changed:
-        tensor = met.tensor
+    for met, tensor in changed:
         place = places.get(id(tensor))
         name = "a tensor" if place is None else name_of(place)
         if geometry(tensor)[:-1] == met.geometry[:-1]:

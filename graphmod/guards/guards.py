@@ -60,10 +60,15 @@ def _has_none(leaf: Tensor) -> bool:
     return leaf.grad is None
 
 
+def _inside(value: Any) -> tuple:
+    """What is inside a container of which notes are kept, so that there is something; see `content`."""
+    return content(value) or ()
+
+
 def put_back(value: Any, items: tuple) -> None:
     """Gives a container the items that it had; see `content`."""
-    now = content(value)
-    if now is None or (len(now) == len(items) and all(map(_is, now, items))):
+    now = _inside(value)
+    if len(now) == len(items) and all(map(_is, now, items)):
         return
     if isinstance(value, dict):
         half = len(items) // 2
@@ -97,7 +102,7 @@ class Contents:
         """Takes what is there now for right."""
         values = [value for value, _ in self.found]
         self._replaced = False
-        self._items = list(map(content, values))
+        self._items = list(map(_inside, values))
         self._empty = [value for value in values if type(value) in _BUILT_IN and not value]
         self._dicts = [value for value in values if type(value) is dict and value]
         self._sequences = [value for value in values if type(value) in (list, deque) and value]
@@ -109,7 +114,7 @@ class Contents:
     def _now(self) -> tuple[list[int], list[Any], list[tuple]]:
         dicts, sequences = self._dicts, self._sequences
         flat = [*_flat(dicts), *_flat(map(dict.values, dicts)), *_flat(sequences)]
-        return [*map(len, dicts), *map(len, sequences)], flat, list(map(content, self._others))
+        return [*map(len, dicts), *map(len, sequences)], flat, list(map(_inside, self._others))
 
     def changed(self) -> str | None:
         """The container in which something is no longer as it was, in words."""
@@ -127,7 +132,7 @@ class Contents:
 
     def _compare(self) -> str | None:
         for (value, where), items in zip(self.found, self._items, strict=True):
-            if not same_content(items, content(value)):
+            if not same_content(items, _inside(value)):
                 return self._difference(value, items, where)
         self.refresh()  # equal values in the place of others
         return None
@@ -344,14 +349,15 @@ class Guards:
         held = {id(container) for container, _, _ in self.attributes}
         inside = self.contents.tensors()
         self.slots += [(value, None, tensor) for value, tensor in inside if id(value) not in held]
-        in_tuples = [met.tensor for met in notes.tensors.values() if met.in_tuple and met.tensor is not None]
-        met = (*(one for _, _, one in self.slots), *(one for _, one in inside), *in_tuples)
+        there = [(met, tensor) for met in notes.tensors.values() if (tensor := met.tensor) is not None]
+        in_tuples = [tensor for met, tensor in there if met.in_tuple]
         leaves = [
-            (met.tensor, met.without_gradient)
-            for met in notes.tensors.values()
-            if met.is_leaf and (met.asked_for_gradient or (backward and met.tensor.requires_grad))
+            (tensor, met.without_gradient)
+            for met, tensor in there
+            if met.is_leaf and (met.asked_for_gradient or (backward and tensor.requires_grad))
         ]
-        found = {id(one): one for one in (*met, *(leaf for leaf, _ in leaves))}
+        known = (*(one for _, _, one in self.slots), *(one for _, one in inside), *in_tuples)
+        found = {id(one): one for one in (*known, *(leaf for leaf, _ in leaves))}
         names = {id(one): key for _, key, one in reversed(self.slots) if isinstance(key, str)}
         self._watch = TensorWatch(list(found.values()), names)
         self.tensors = self._watch.tensors
@@ -488,7 +494,7 @@ class Guards:
             yield
             return
         now = [(container, note, get(container, note.key)) for container, note, _ in self._as_then()]
-        contents = [(value, content(value)) for value, _ in self.contents.found]
+        contents = [(value, _inside(value)) for value, _ in self.contents.found]
         self.restore()
         try:
             yield

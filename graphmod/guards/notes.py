@@ -108,7 +108,7 @@ class MetTensor:
     """
 
     __slots__ = (
-        *("_tensor", "_weak", "asked_for_gradient", "geometry", "in_tuple", "is_leaf", "where", "without_gradient"),
+        *("_tensor", "_weakly", "asked_for_gradient", "geometry", "in_tuple", "is_leaf", "where", "without_gradient"),
     )
 
     def __init__(self, tensor: Tensor, where: tuple) -> None:
@@ -116,17 +116,17 @@ class MetTensor:
         self.is_leaf = (tensor.requires_grad or isinstance(tensor, nn.Parameter)) and is_leaf(tensor)
         self.without_gradient = self.is_leaf and tensor.grad is None
         self.asked_for_gradient = self.in_tuple = False
-        self._weak = not self.is_leaf
-        self._tensor = weak_reference(tensor) if self._weak else tensor
+        self._tensor: Tensor | None = tensor if self.is_leaf else None
+        self._weakly: weakref.ref[Tensor] | None = None if self.is_leaf else weak_reference(tensor)
 
     @property
     def tensor(self) -> Tensor | None:
         """None when it is gone."""
-        return self._tensor() if self._weak else self._tensor
+        return self._tensor if self._weakly is None else self._weakly()
 
     def hold(self) -> None:
         """Holds it no longer weakly."""
-        self._tensor, self._weak = self.tensor, False
+        self._tensor, self._weakly = self.tensor, None
 
     def changed(self) -> bool:
         """Whether it is elsewhere, or otherwise laid out, than it was."""
@@ -237,7 +237,7 @@ class Notes:
 
     def __init__(self, ages: Ages, host_draws: HostDraws | None = None) -> None:
         self.ages = ages
-        self.notes: dict[tuple[int, Any], Note] = {}
+        self.notes: dict[tuple, Note] = {}
         self.contents: dict[int, tuple[Any, tuple, tuple]] = {}
         self.iterators: list[tuple[Any, str, tuple]] = []
         self.tensors: dict[int, MetTensor] = {}
@@ -445,8 +445,8 @@ class Notes:
                 for held in map(own.get, HELD_BY_MODULE):
                     if held is not None:
                         self._note(self.belongs(held, owner), Place(held, name, MISSING))
-            if hasattr(kind, "_reach_through"):
-                return self.attribute(dict_of(owner)[kind._reach_through[0]], name)
+            if own is not None and hasattr(kind, "_reach_through"):
+                return self.attribute(own[kind._reach_through[0]], name)
             special = getattr(kind, "__getattr__", MISSING)
             if isinstance(special, _OF_C) and isinstance(owner, dict):  # as in classes that read items as attributes
                 return self.item(owner, name)
@@ -459,7 +459,7 @@ class Notes:
         self.weakly.add(identity(owner))
         return owner
 
-    def _of_super(self, owner: super, name: str) -> Any:
+    def _of_super(self, owner: Any, name: str) -> Any:
         kinds = owner.__self_class__, owner.__thisclass__
         where = (*map(identity, kinds), name)
         if where not in self._supers:

@@ -206,7 +206,7 @@ def find_item(owner: Any, key: Any) -> Place | None:
     if kind is types.MappingProxyType:
         return Place(owner, key, owner.get(key, MISSING))
     if isinstance(owner, (list, tuple)) and type(key) is int and not isinstance(kind.__getitem__, types.FunctionType):
-        count = (list if isinstance(owner, list) else tuple).__len__(owner)  # whatever the class makes of it
+        count = _built_in(owner, (list, tuple)).__len__(owner)
         return Place(owner, key, owner[key]) if -count <= key < count else None
     return None
 
@@ -260,14 +260,15 @@ class Whole:
         settings = [
             value for part in parts for name, value in vars(part).items() if is_plain(value) and name[:2] != "__"
         ]
-        settings += [part._c.getattr(name) for part in parts for name in _kept_by_script(part)]
+        settings += [value for part in parts for value in _kept_by_script(part)]
         return (*tensors, *settings, *(bool(getattr(part, "training", False)) for part in parts))
 
 
-def _kept_by_script(module: nn.Module) -> list[str]:
-    """The names of what a module of TorchScript keeps in C++ besides tensors and modules."""
+def _kept_by_script(module: Any) -> list[Any]:
+    """What a module of TorchScript keeps in C++ besides tensors and modules."""
     kind = vars(module).get("_concrete_type")
-    return [] if kind is None else [name for name in kind.get_attributes() if module._c.hasattr(name)]
+    names = () if kind is None else kind.get_attributes()
+    return [module._c.getattr(name) for name in names if module._c.hasattr(name)]
 
 
 class Cached:
@@ -346,6 +347,11 @@ _HELD_IN = (
 """Kinds of values that `content` finds something in, besides arrays of numpy."""
 
 
+def _built_in(value: Any, kinds: tuple[type, ...]) -> Any:
+    """Which of these a value is one of, whose methods tell what is there whatever a class of the user's makes of it."""
+    return next(kind for kind in kinds if isinstance(value, kind))
+
+
 def content(value: Any) -> tuple | None:
     """What is inside a value that may change: a tuple of values, or of bytes. None where it holds nothing of that kind.
 
@@ -355,12 +361,12 @@ def content(value: Any) -> tuple | None:
         return value.content()
     if isinstance(value, _MAPPINGS):
         # An OrderedDict has an order of its own, which the dict that it is does not know.
-        kind = next((one for one in (OrderedDict, dict) if isinstance(value, one)), type(value))
+        kind = _built_in(value, (OrderedDict, *_MAPPINGS))
         return (*kind.keys(value), *kind.values(value))
-    if isinstance(value, _SEQUENCES):  # whatever a class of the user's makes of going through it
-        return tuple(next(kind for kind in _SEQUENCES if isinstance(value, kind)).__iter__(value))
+    if isinstance(value, _SEQUENCES):
+        return tuple(_built_in(value, _SEQUENCES).__iter__(value))
     if isinstance(value, _SETS):
-        return tuple(sorted((set if isinstance(value, set) else frozenset).__iter__(value), key=hash))
+        return tuple(sorted(_built_in(value, _SETS).__iter__(value), key=hash))
     if isinstance(value, types.SimpleNamespace):
         return (*vars(value), *vars(value).values())
     if isinstance(value, contextvars.ContextVar):
@@ -448,8 +454,10 @@ def _same_plain(one: Any, other: Any) -> bool:
     return not isinstance(one, (float, complex)) or repr(one) == repr(other)  # 0.0 is not -0.0
 
 
-def same_content(one: tuple, other: tuple, depth: int = _DEPTH) -> bool:
+def same_content(one: tuple | None, other: tuple | None, depth: int = _DEPTH) -> bool:
     """Whether two results of `content` are the same, item by item."""
+    if one is None or other is None:
+        return False
     try:
         return len(one) == len(other) and all(same(a, b, depth) for a, b in zip(one, other, strict=True))
     except Exception as error:  # a container of the user's that raises
