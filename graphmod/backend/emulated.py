@@ -89,7 +89,8 @@ class EmulatedGraph(Graph):
                 run(*args, **kwargs)
 
     def before_write(self, tensor: Tensor) -> None:
-        self._journal.save(tensor)
+        if self._journal is not None:
+            self._journal.save(tensor)
         self.before_collective()
 
     def before_collective(self) -> None:

@@ -8,6 +8,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -26,7 +27,8 @@ class Graphs:
 
     def __init__(self) -> None:
         self.graphs: list[torch.cuda.CUDAGraph] = []
-        weakref.finalize(self, _let_go, self.graphs).atexit = False
+        end: Any = weakref.finalize(self, _let_go, self.graphs)  # whose stub lacks the attribute
+        end.atexit = False
 
 
 def _let_go(graphs: list[torch.cuda.CUDAGraph]) -> None:

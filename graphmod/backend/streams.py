@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmod.torch_private import TorchDispatchMode, is_traceable_wrapper_subclass
+from graphmod.torch_private import TensorBase, TorchDispatchMode, is_traceable_wrapper_subclass
 
 
 def renew_gradient_accumulators(parameters: list[Tensor]) -> None:
@@ -35,10 +35,11 @@ def _empty_of_kind(tensor: Tensor, dtype: torch.dtype) -> Tensor:
         return empty
     if not hasattr(tensor, "device_mesh"):
         return torch.empty_like(tensor, dtype=dtype)
-    return type(tensor).from_local(empty, tensor.device_mesh, tensor.placements, run_check=False)
+    split: Any = tensor  # a DTensor, whose module may not be imported for others
+    return type(split).from_local(empty, split.device_mesh, split.placements, run_check=False)
 
 
-_set_data = Tensor.data.__set__
+_set_data = vars(TensorBase)["data"].__set__
 
 
 # A stream keeps its cuBLAS workspace (32 MiB) for as long as the process lives. So a stream whose backend is gone
@@ -71,9 +72,9 @@ class _RunOn(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # to import torch._dynamo takes a second, and here it would be in the middle of a capture
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         with torch.cuda.stream(self._stream):
-            return op(*args, **(kwargs or {}))
+            return func(*args, **(kwargs or {}))
 
 
 def begin_capture(

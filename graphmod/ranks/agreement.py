@@ -50,7 +50,8 @@ def several_ranks() -> bool:
 
 def communicated() -> dict[Any, int]:
     """How many collectives each process group has seen so far."""
-    return {group: group._get_sequence_number_for_group() for group in groups_of_program.pg_map}
+    groups: Iterable[Any] = groups_of_program.pg_map
+    return {group: group._get_sequence_number_for_group() for group in groups}
 
 
 class Agreement:
@@ -96,8 +97,8 @@ class Agreement:
         if least == Choice.meet:
             self._meet()
             least, most = self._votes(choice, tuple(Choice))
-        if least == Choice.eager and most != Choice.eager:
-            self._explain(choice, why, lasts)
+        if self._ballot is not None and least == Choice.eager and most != Choice.eager:
+            self._explain(self._ballot, choice, why, lasts)
         self._captures = least == Choice.capture
         if choice is Choice.replay and self._captures:
             return self.captured(True)
@@ -123,8 +124,8 @@ class Agreement:
             known[self._ranks] = Ballot(self._ranks, _TIMEOUT)
         self._ballot = known[self._ranks]
 
-    def _explain(self, choice: Choice, why: str, lasts: bool) -> None:
-        said = self._ballot.board.exchange((distributed.get_rank(), int(choice), why, lasts))
+    def _explain(self, ballot: Ballot, choice: Choice, why: str, lasts: bool) -> None:
+        said = ballot.board.exchange((distributed.get_rank(), int(choice), why, lasts))
         others = [one for one in said if one[1] == Choice.eager]
         if choice is not Choice.eager:
             rank, _, reason, _ = min(others, key=lambda one: (not one[3], one[0]))
@@ -156,5 +157,5 @@ def _freeing(original: Callable) -> Callable:
                 torch.cuda.synchronize()  # CUDA tells NCCL of a graph's end in a thread of its own
         return original(group)
 
-    shutdown._graphmod_frees = True
+    vars(shutdown)["_graphmod_frees"] = True
     return shutdown

@@ -50,7 +50,7 @@ class Board:
             LateRanks: one did not.
         """
         self._count += 1
-        self.store.set(f"{self._count}/{self._me}", pickle.dumps(value))
+        _write(self.store, f"{self._count}/{self._me}", value)
         keys = {rank: f"{self._count}/{place}" for place, rank in enumerate(self._ranks)}
         return _read(self.store, keys, self._timeout)
 
@@ -72,7 +72,7 @@ def connected(groups: Iterable[tuple[int, ...]], timeout: float) -> tuple[int, .
     store, me = default_store(), distributed.get_rank()
     mine = {ranks: _next(store, "groups", ranks) for ranks in groups}
     for place in mine.values():
-        store.set(f"{place}/{me}", pickle.dumps(mine))
+        _write(store, f"{place}/{me}", mine)
     known: dict[tuple[int, ...], str] = {}
     found = dict(mine)
     while found:
@@ -88,6 +88,11 @@ def _next(store: Any, what: str, ranks: Sequence[int]) -> str:
     alone would be used again in a program that makes its process groups anew."""
     name = f"graphmod/{what}/{'-'.join(map(str, ranks))}"
     return f"{name}/{(store.add(name, 1) - 1) // len(ranks)}"
+
+
+def _write(store: Any, key: str, value: Any) -> None:
+    """Puts something there, as bytes, of which the stub of a store says nothing."""
+    store.set(key, pickle.dumps(value))
 
 
 def _read(store: Any, keys: dict[int, str], timeout: timedelta) -> list[Any]:
@@ -130,7 +135,8 @@ class Ballot:
         self._processes = [told[other][2] for other in self._here]
         self._position = self._here.index(rank)
         leaders = sorted({hosts.index(host) for host in hosts})
-        self._several, self._leaders = len(leaders) > 1, None
+        self._several = len(leaders) > 1
+        self._leaders: Any = None  # a process group of Gloo, whose stub lacks what it does
         if self._several and rank in leaders:
             store = distributed.PrefixStore("leaders", self.board.store)
             patience = timedelta(seconds=timeout)
@@ -185,8 +191,7 @@ class Ballot:
         found = self._read(range(base, base + len(self._here)))
         least, most = min(low for low, _ in found), max(high for _, high in found)
         if self._several:
-            both = torch.tensor([least, -most])
-            least, most = self._of_all_machines(both)
+            least, most = self._of_all_machines(torch.tensor([least, -most]))
             self._words[base + len(self._here)] = self._count << 8 | least << 4 | most
         return least, most
 

@@ -268,7 +268,7 @@ def taken_together(parameters: Collection[Tensor]) -> dict[int, tuple[int, ...]]
     over ranks, or added up in another dtype."""
     wanted, found = set(map(id, parameters)), {}
     for group in param_groups():
-        whole = [getattr(one, "_unsharded_param", None) for one in group.fsdp_params]
+        whole: list[Any] = [getattr(one, "_unsharded_param", None) for one in group.fsdp_params]
         if not wanted.isdisjoint(map(id, whole)):
             together = tuple(map(id, whole))
             for sharded, one in zip(group.fsdp_params, whole, strict=True):

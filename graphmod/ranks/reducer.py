@@ -120,7 +120,8 @@ class Bucket:
             flat = self._lasting_for(gradients)
             self.parts = _parts_for(flat, gradients)
             return flat
-        if any(gradients[i].data_ptr() != self._aimed[1][i].data_ptr() for i in self._made):
+        parts = [] if self._aimed is None else self._aimed[1]
+        if any(gradients[i].data_ptr() != parts[i].data_ptr() for i in self._made):
             raise Diverged("a gradient was made by another operation than in the call before")
         global _aimed
         _aimed = self._aimed  # memory that some of the gradients already lie in
@@ -302,7 +303,7 @@ class Reducer:
         recorder = current()
         if recorder is not None:
             recorder.before_communicating()
-        grads = [self._parameters[i].grad for i in bucket.members]
+        grads = [_gradient_of(self._parameters[i]) for i in bucket.members]
         if recorder is not None and recorder.watching:
             for index, grad in zip(bucket.members, grads, strict=True):
                 if _is_new(grad) and alone(grad, index == arriving):
@@ -337,7 +338,7 @@ class Reducer:
     @torch.no_grad()
     def _finish(self) -> None:
         """All gradients are there, and the backward that gave the last is over."""
-        if self._branched:
+        if self._branch is not None and self._branched:
             torch.cuda.current_stream(self._branch.device).wait_stream(self._branch)
             self._branched = False
         for bucket in self._buckets:
@@ -357,7 +358,7 @@ class Reducer:
         parameters = [self._parameters[i] for i in bucket.members]
         old, new = [], []
         for parameter, part in zip(parameters, bucket.parts, strict=True):
-            grad = parameter.grad
+            grad = _gradient_of(parameter)
             if grad.data_ptr() == part.data_ptr() or _is_new(grad):
                 parameter.grad = part
             else:
@@ -374,6 +375,12 @@ class Reducer:
         order = told[0]
         tensors = [self._parameters[index] for index in order]
         self.keep(bucket_assignment(tensors, self._limits, [], order)[0])
+
+
+def _gradient_of(parameter: Tensor) -> Tensor:
+    """The gradient of a parameter whose hook has run in this backward."""
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 def _is_new(gradient: Tensor) -> bool:

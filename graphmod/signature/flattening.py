@@ -65,7 +65,8 @@ class Opaque:
     __slots__ = ("_hash", "_held", "_weak")
 
     def __init__(self, value: Any) -> None:
-        self._held, self._weak, self._hash = value, None, id(value)
+        self._held, self._hash = value, id(value)
+        self._weak: weakref.ref | None = None
 
     @property
     def value(self) -> Any:
@@ -315,9 +316,14 @@ def _object(value: Any, kind: type, leaves: list[Tensor], seen: dict[int, Any]) 
     return (kind, keys, *[flatten(item, leaves, seen) for _, _, item in parts])
 
 
+def _slot_names(kind: type) -> list[str]:
+    # pyrefly: ignore[missing-attribute] -- typeshed leaves it out
+    return copyreg._slotnames(kind)
+
+
 def _slots(value: Any, kind: type) -> list[str]:
     found = []
-    for name in copyreg._slotnames(kind):
+    for name in _slot_names(kind):
         try:
             object.__getattribute__(value, name)
         except AttributeError:
@@ -363,6 +369,7 @@ def rebuild(structure: Any, leaves: list, made: list | None = None) -> Any:
         return leaves[structure.index]
     if kind is not tuple:
         if kind is Again:
+            assert made is not None  # it is inside of what it stands for, or of what that is inside of
             return made[structure.index]
         return structure.make() if kind is Content else structure.value
     kind = structure[0]
@@ -413,7 +420,7 @@ def _build(structure: tuple, leaves: list, made: list) -> Any:
             base.__setitem__(value, key, part)
         elif how == "(":
             base.__init__(value, *(((), part) if base is deque else (part,)))
-        elif hasattr(value, "__dict__") and key not in copyreg._slotnames(kind):
+        elif hasattr(value, "__dict__") and key not in _slot_names(kind):
             value.__dict__[key] = part
         else:
             object.__setattr__(value, key, part)

@@ -30,7 +30,7 @@ from graphmod.trace.tensors import is_leaf
 PLAIN_TENSORS = (Tensor, nn.Parameter)
 STATIC = "_graphmod_static"
 """The attribute of tensors that `mark_static` was told of."""
-HAS_NAMES = hasattr(Tensor, "has_names")  # later releases have no named dimensions any more
+_HAS_NAMES = hasattr(Tensor, "has_names")  # later releases have no named dimensions any more
 PLAIN_KEY = 6
 """How many parts the key of a tensor has about which nothing is unusual."""
 
@@ -42,6 +42,11 @@ _NO_MATTER = (STATIC, "_dynamo_propagated_dynamic_indices", "_dynamo_weak_dynami
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
     """The attributes that Python code has set on a tensor, torch.compile's notes to itself apart."""
     return {name: value for name, value in tensor.__dict__.items() if name not in _NO_MATTER}
+
+
+def _names_of(tensor: Any) -> tuple | None:
+    """The names of a tensor's dimensions, which its stub has not; None where it has none."""
+    return tensor.names if _HAS_NAMES and tensor.has_names() else None
 
 
 def _attributes_key(tensor: Tensor) -> Any:
@@ -69,7 +74,7 @@ def unusual(tensor: Tensor) -> str | None:
         return "a tensor without memory"
     if tensor.is_conj() or tensor.is_neg():
         return "a lazy conjugate or negation, which its copy would not be (.resolve_conj(), .resolve_neg())"
-    if HAS_NAMES and tensor.has_names():
+    if _names_of(tensor) is not None:
         return "a tensor with named dimensions"
     own = attributes_of(tensor)
     if own:
@@ -89,8 +94,8 @@ def tensor_key(tensor: Tensor) -> tuple:
     key = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, kind)
     if tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor():
         key += (("lazy", tensor.is_neg(), tensor.is_conj(), tensor._is_zerotensor()),)
-    if HAS_NAMES and tensor.has_names():
-        key += (tensor.names,)
+    if (names := _names_of(tensor)) is not None:
+        key += (names,)
     if tensor.__dict__ and attributes_of(tensor):
         key += (_attributes_key(tensor),)
     if has_own_gradient(tensor):
