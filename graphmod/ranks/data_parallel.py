@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -74,30 +74,36 @@ def joins(model: DistributedDataParallel) -> bool:
     return model._join_config.enable
 
 
-def take_over_inside(model: DistributedDataParallel) -> str | None:
-    """Likewise as `take_over`, once its forward runs inside a call: one rank alone may have a call that only uses the
-    module in it."""
-    if type(model) in (Averaging, _Counting, _Waiting):
-        return model._why
-    why = refused(model)
-    if why is None:
-        model.__class__ = _Found
-    return why or (
-        "its own reducer, because its forward runs outside of what is wrapped; wrap the whole step, or the layers: "
-        "graph_layers(model)"
-    )
-
-
 def take_over(model: DistributedDataParallel) -> str | None:
     """Lets gradients be averaged by a `Reducer`, from the next forward on; returns why not, where that cannot be."""
-    if type(model) in (Averaging, _Counting):
+    if isinstance(model, (Averaging, _Counting)):
         return model._why
     why = refused(model)
     if why is None and model.static_graph:
         model.__class__ = _Counting
-        why = model._why
+        why = _Counting._why
     elif why is None:
         _replace_reducer(model, _trained(model))
+    return why
+
+
+def take_over_later(model: DistributedDataParallel, inside: bool = False) -> str | None:
+    """Lets a model be taken over by its next forward, because one runs now; returns why not, where that cannot be.
+
+    Args:
+        inside: by the next forward that runs inside a call, since one rank alone may have a call that only uses the
+            module in it. Until then it is not averaged otherwise, which is told.
+    """
+    if isinstance(model, (Averaging, _Counting, _Waiting)):
+        return model._why
+    why = refused(model)
+    if why is None:
+        model.__class__ = _Found if inside else _Waiting
+    if why is None and inside:
+        return (
+            "its own reducer, because its forward runs outside of what is wrapped; wrap the whole step, or the layers: "
+            "graph_layers(model)"
+        )
     return why
 
 
@@ -110,20 +116,11 @@ def _replace_reducer(model: DistributedDataParallel, trained: dict[str, Tensor],
     first = getattr(getattr(model, "_bucket_config", None), "first_bucket_bytes_cap", None)
     limits = [FIRST_BUCKET_BYTES if first is None else first, model.bucket_bytes_cap]
     model.__class__ = Averaging
-    model._gradients = Reducer(trained, model.process_group, limits, times)
+    taken: Any = model  # which is of that class from here on, and lets go of what holds as much memory as the gradients
+    taken._gradients = Reducer(trained, model.process_group, limits, times)
     if model._has_rebuilt_buckets:
-        model._gradients.keep(list(filter(None, planned)))
-    model.reducer = model.logger = None  # which hold as much memory as the gradients
-
-
-def take_over_later(model: DistributedDataParallel) -> str | None:
-    """Likewise, of a model whose forward runs now: from its next one on."""
-    if type(model) in (Averaging, _Counting, _Waiting):
-        return model._why
-    why = refused(model)
-    if why is None:
-        model.__class__ = _Waiting
-    return why
+        taken._gradients.keep(list(filter(None, planned)))
+    taken.reducer = taken.logger = None
 
 
 def _trained(model: DistributedDataParallel) -> dict[str, Tensor]:
@@ -176,17 +173,22 @@ class _Waiting(DistributedDataParallel):
     _why: str | None = None  # nothing is against it
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        self.__class__ = DistributedDataParallel
-        take_over(self)
-        return self.forward(*inputs, **kwargs)
+        return _taken_over_now(self)(*inputs, **kwargs)
 
 
-class _Found(_Waiting):
+class _Found(DistributedDataParallel):
     """One that is taken over by its next forward inside a call."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         inside = inside_calls.count or current() is not None
-        return (super() if inside else super(_Waiting, self)).forward(*inputs, **kwargs)
+        return (_taken_over_now(self) if inside else super().forward)(*inputs, **kwargs)
+
+
+def _taken_over_now(model: DistributedDataParallel) -> Callable:
+    """The forward of a model that was to be taken over."""
+    model.__class__ = DistributedDataParallel
+    take_over(model)
+    return model.forward
 
 
 class _Counting(DistributedDataParallel):
@@ -213,10 +215,10 @@ class _Counting(DistributedDataParallel):
 
     def _count(self) -> None:
         def counted(name: str, _: Tensor) -> None:
-            self._times[name] += 1
+            times[name] += 1
 
         trained = _trained(self)
-        self._times = dict.fromkeys(trained, 0)
+        times = self._times = dict.fromkeys(trained, 0)
         self._hooks = [
             one.register_post_accumulate_grad_hook(functools.partial(counted, name)) for name, one in trained.items()
         ]
@@ -236,7 +238,7 @@ class _Counting(DistributedDataParallel):
         if any(one != self._times for one in found):
             self._why = "static_graph=True and parameters that get gradients on some ranks only"
             return
-        times = {name: count for name, count in self._times.items() if count}
+        times = {name: count for name, count in (self._times or {}).items() if count}
         trained = _trained(self)
         del self._times, self._hooks
         _replace_reducer(self, {name: trained[name] for name in times}, list(times.values()))
@@ -255,7 +257,8 @@ class Averaging(DistributedDataParallel):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        self.__class__ = DistributedDataParallel
+        copied: DistributedDataParallel = self
+        copied.__class__ = DistributedDataParallel
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         averages = torch.is_grad_enabled() and self.require_backward_grad_sync
@@ -278,6 +281,7 @@ class Averaging(DistributedDataParallel):
     @torch.no_grad()
     def _spread_buffers(self) -> None:
         """Gives all ranks the buffers of the first."""
+        assert self.process_group is not None
         root = distributed.get_global_rank(self.process_group, 0)
         kinds: dict[tuple, list[Tensor]] = {}
         for name, buffer in self.module.named_buffers():

@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from graphmod.ranks.data_parallel import compiled_around, is_taken_over, joins, take_over_inside, take_over_later
+from graphmod.ranks.data_parallel import compiled_around, is_taken_over, joins, take_over_later
 from graphmod.ranks.fully_shard import shared_otherwise
 
+T = TypeVar("T")
 _MOST = 4096  # objects looked at
 _DEPTH = 4
 
@@ -108,7 +109,7 @@ class Surroundings:
             runs inside the forward of one that is not taken over yet. None where it would.
         """
         around = nn.parallel.DistributedDataParallel._get_active_ddp_module()
-        reasons = list(map(take_over_inside, self._parallel))
+        reasons = [take_over_later(one, inside=True) for one in self._parallel]
         why = next(filter(None, reasons), None)
         if why is None and around is not None and not is_taken_over(around):
             why = take_over_later(around) or "a reducer that is replaced before its next forward"
@@ -130,7 +131,7 @@ def _modules_and_tensors_of(root: Callable) -> Iterator[nn.Module | Tensor]:
             queue += [(item, depth + 1) for item in _held(value)]
 
 
-def _is(value: Any, kind: type) -> bool:
+def _is(value: Any, kind: type[T]) -> TypeGuard[T]:
     """Whether a value is one, or says so; a weak proxy of what is gone says nothing."""
     try:
         return isinstance(value, kind)
