@@ -12,7 +12,6 @@ import io
 import pathlib
 import queue
 import random
-import sys
 import threading
 import types
 import weakref
@@ -20,6 +19,7 @@ import zlib
 from collections import OrderedDict, deque
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -305,18 +305,12 @@ def is_plain(value: Any) -> bool:
 
 @for_each_class
 def _counts_by_value(kind: type) -> bool:
-    numpy = sys.modules.get("numpy")
-    return issubclass(kind, PLAIN) or (numpy is not None and issubclass(kind, numpy.generic))
-
-
-def _is_numpy(value: Any, kind: str) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, getattr(numpy, kind))
+    return issubclass(kind, (*PLAIN, numpy.generic))
 
 
 def is_small_array(value: Any) -> bool:
     """Whether a value is an array of numpy that costs little to compare."""
-    return _is_numpy(value, "ndarray") and value.nbytes <= _MOST_BYTES
+    return isinstance(value, numpy.ndarray) and value.nbytes <= _MOST_BYTES
 
 
 def is_iterator(value: Any) -> bool:
@@ -342,9 +336,9 @@ def _draws(kind: type) -> bool:
 
 _HELD_IN = (
     *(Whole, Cached, *CONTAINERS, types.SimpleNamespace, contextvars.ContextVar, weakref.ref, functools.partial),
-    *(array.array, bytearray, queue.SimpleQueue),
+    *(array.array, bytearray, queue.SimpleQueue, numpy.ndarray),
 )
-"""Kinds of values that `content` finds something in, besides arrays of numpy."""
+"""Kinds of values that `content` finds something in."""
 
 
 def _built_in(value: Any, kinds: tuple[type, ...]) -> Any:
@@ -379,14 +373,14 @@ def content(value: Any) -> tuple | None:
         return (bytes(value),)
     if isinstance(value, queue.SimpleQueue):
         return (value.qsize(),)
-    if _is_numpy(value, "ndarray"):
+    if isinstance(value, numpy.ndarray):
         if value.dtype.hasobject:
             return tuple(value.ravel().tolist())
         return (value.shape, value.dtype.str, value.tobytes() if value.nbytes <= _MOST_BYTES else _digest(value))
     return None
 
 
-def _digest(array: Any) -> int:
+def _digest(array: numpy.ndarray) -> int:
     """The CRC-32 of an array's content.
 
     Raises:
@@ -395,7 +389,7 @@ def _digest(array: Any) -> int:
     if array.nbytes > _MOST_DIGESTED:
         megabytes = f"{array.nbytes / 2**20:,.0f} MiB"
         raise ValueError(f"an array of {megabytes} is too large to compare at each call; use a tensor")
-    return zlib.crc32(array if array.flags.c_contiguous else array.tobytes())
+    return zlib.crc32(array.data if array.flags.c_contiguous else array.tobytes())
 
 
 _NAMED = (Tensor, str, nn.Module, type, types.ModuleType)
@@ -415,8 +409,7 @@ def sort_of(kind: type) -> int:
         return OTHER
     if issubclass(kind, (*PLAIN, *_NAMED)):
         return INERT
-    numpy = sys.modules.get("numpy")
-    several = issubclass(kind, (*_HELD_IN, *_LEADING, *((numpy.ndarray, numpy.generic) if numpy is not None else ())))
+    several = issubclass(kind, (*_HELD_IN, *_LEADING, numpy.generic))
     # What stands for another object says that it is of the class of that.
     stands = kind.__getattribute__ is not object.__getattribute__ or any(
         "__class__" in vars(one) for one in kind.__mro__[:-1]

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from enum import Enum
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -336,10 +337,9 @@ def _whole(value: Any) -> Any:
     """The structure of an object that is no container."""
     if isinstance(value, (Iterator, AsyncIterator)):
         return Unrepeatable(value, f"a {type(value).__name__}, which is another after each use; pass what it yields")
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.generic):
+    if isinstance(value, numpy.generic):
         return Unrepeatable(value, "an object of numpy") if value.dtype.hasobject else Content(value)
-    if numpy is not None and isinstance(value, numpy.ndarray):
+    if isinstance(value, numpy.ndarray):
         if type(value) is not numpy.ndarray or value.dtype.hasobject or not value.flags.c_contiguous:
             return Unrepeatable(value, "a numpy array of objects or of unusual strides; pass a tensor")
         if value.nbytes > _MOST_BYTES:
