@@ -253,7 +253,7 @@ def _put(container: Any, note: Note, value: Any) -> None:
     if get(container, note.key) is value:
         return
     if isinstance(container, Cell):
-        container.cell.cell_contents = value
+        container.owner.cell_contents = value
     elif isinstance(container, (dict, list)) and value is not MISSING:
         container[note.key] = value
     elif isinstance(container, dict):
@@ -338,9 +338,9 @@ class Guards:
             one = place.container
             kind = cells if isinstance(one, Cell) else fields if isinstance(one, Fields) else None
             (kind if kind is not None else dicts if isinstance(one, dict) else others).append(place)
-        self._cells, self._in_cells = [place.container.cell for place in cells], [place.value for place in cells]
-        known = {(id(place.container.function), place.note.key): place.value for place in fields}
-        self._functions = list({id(one): one for one in (place.container.function for place in fields)}.values())
+        self._cells, self._in_cells = [place.container.owner for place in cells], [place.value for place in cells]
+        known = {(id(place.container.owner), place.note.key): place.value for place in fields}
+        self._functions = list({id(one): one for one in (place.container.owner for place in fields)}.values())
         self._in_functions = [known[id(one), name] for one in self._functions for name in Fields.NAMES]
         self._dicts, self._names, self._in_dicts = _columns(dicts)
         self._held, self._keys, self._in_others = _columns(others)

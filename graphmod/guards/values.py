@@ -65,63 +65,60 @@ class Place(NamedTuple):
     shared: type | None = None
 
 
-class Slots:
-    """What an object keeps in `__slots__`, read as from a dict."""
+class View:
+    """Something that an object keeps in no dict, read as from one."""
 
-    __slots__ = ("_owner",)
+    __slots__ = ("owner",)
 
     def __init__(self, owner: Any) -> None:
-        self._owner = owner
+        self.owner = owner
+
+
+class Slots(View):
+    """What is in `__slots__`."""
+
+    __slots__ = ()
 
     def __getitem__(self, name: str) -> Any:
-        for kind in type(self._owner).__mro__:
+        for kind in type(self.owner).__mro__:
             member = vars(kind).get(name)
             if isinstance(member, types.MemberDescriptorType):
                 try:
-                    return member.__get__(self._owner)
+                    return member.__get__(self.owner)
                 except AttributeError:
                     break
         raise KeyError(name)
 
 
-class Cell:
-    """The variable of a closure, read as from a dict under the key None."""
+class Cell(View):
+    """The variable of a closure that a cell is, under the key None."""
 
-    __slots__ = ("cell",)
-
-    def __init__(self, cell: types.CellType) -> None:
-        self.cell = cell
+    __slots__ = ()
 
     def __getitem__(self, _: None) -> Any:
         try:
-            return self.cell.cell_contents
+            return self.owner.cell_contents
         except ValueError:
             raise KeyError from None
 
 
-class Kind:
-    """The class of an object, read as from a dict under the key `__class__`."""
+class Kind(View):
+    """The class of an object, under the key `__class__`."""
 
-    __slots__ = ("_owner",)
-
-    def __init__(self, owner: Any) -> None:
-        self._owner = owner
+    __slots__ = ()
 
     def __getitem__(self, _: str) -> type:
-        return type(self._owner)
+        return type(self.owner)
 
 
-class Fields:
-    """What a function is made of, read as from a dict."""
+class Fields(View):
+    """What a function is made of."""
 
-    __slots__ = ("function",)
+    __slots__ = ()
     NAMES = ("__code__", "__defaults__", "__kwdefaults__")
 
-    def __init__(self, function: types.FunctionType) -> None:
-        self.function = function
-
     def __getitem__(self, name: str) -> Any:
-        return getattr(self.function, name)
+        return getattr(self.owner, name)
 
 
 def get(container: Any, key: Any) -> Any:
