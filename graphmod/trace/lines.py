@@ -66,15 +66,11 @@ def _kind(path: str) -> str:
     return "user"
 
 
-_internal: dict[str, bool] = {}  # whether a file is of torch, or of this package
-
-
+@functools.cache
 def _is_internal(path: str) -> bool:
-    found = _internal.get(path)
-    if found is None:  # logging formats what it is given: the line that matters is the one that logs
-        inside = path.startswith(_LOGGING) or "/torch/" in path
-        found = _internal[path] = inside or _kind(path) in ("plumbing", "torch")
-    return found
+    """Whether a file is of torch, or of this package; or of logging, which formats what it is given: the line that
+    matters is the one that logs."""
+    return path.startswith(_LOGGING) or "/torch/" in path or _kind(path) in ("plumbing", "torch")
 
 
 def user_frame() -> tuple[CodeType | None, int]:
@@ -82,8 +78,7 @@ def user_frame() -> tuple[CodeType | None, int]:
     frame: FrameType | None = sys._getframe(3)  # what is nearer belongs to recorders
     while frame is not None:
         code = frame.f_code
-        internal = _internal.get(code.co_filename)
-        if not (_is_internal(code.co_filename) if internal is None else internal):
+        if not _is_internal(code.co_filename):
             return code, frame.f_lineno
         frame = frame.f_back
     return None, 0
