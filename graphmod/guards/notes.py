@@ -233,6 +233,7 @@ class Notes:
         elsewhere: where code was sent to another thread.
         unseen: why nobody could look on; "" where somebody could.
         gradient_at: where code first looked at, or set, the gradient of a leaf tensor.
+        of_classes: identity of the attributes of a class -> the view of them that notes are on.
     """
 
     def __init__(self, ages: Ages, host_draws: HostDraws | None = None) -> None:
@@ -252,11 +253,10 @@ class Notes:
         self.elsewhere: tuple | None = None
         self.unseen = ""
         self.gradient_at: tuple | None = None
+        self.of_classes: dict[int, types.MappingProxyType] = {}
         self._walked: dict[int, nn.Module] = {}
         self._in_classes: dict[tuple[int, str], Place | None] = {}
-        self._supers: dict[tuple, tuple[Any, Any]] = {}  # identities of classes, name -> the classes, and what is there
         self._kinds: dict[int, type] = {}  # kept, so that their identities stay theirs
-        self._of_classes: dict[int, types.MappingProxyType] = {}
         self._wholes: dict[int, Whole | Cached] = {}
         self._place: tuple[tuple, tuple] = (), ()  # the last `where`, and what `here` gave for it
         self._functions: dict[int, types.FunctionType] = {}
@@ -460,16 +460,12 @@ class Notes:
         return owner
 
     def _of_super(self, owner: Any, name: str) -> Any:
-        kinds = owner.__self_class__, owner.__thisclass__
-        where = (*map(identity, kinds), name)
-        if where not in self._supers:
-            place = find(owner, name)
-            if place is None:
-                return of_c(owner, name)
-            mro = kinds[0].__mro__
-            self._hidden_by(mro[mro.index(kinds[1]) + 1 :], name, place.shared)
-            self._supers[where] = kinds, self._of_class(owner, name, place)
-        return self._supers[where][1]
+        place = find(owner, name)
+        if place is None:
+            return of_c(owner, name)
+        mro = owner.__self_class__.__mro__
+        self._hidden_by(mro[mro.index(owner.__thisclass__) + 1 :], name, place.shared)
+        return self._of_class(owner, name, place)
 
     def _again(self, known: Note, kind: type) -> Any:
         """The value of an attribute of an ordinary object that was noted before, and is where it was; else UNKNOWN."""
@@ -531,7 +527,8 @@ class Notes:
                     self.all_attributes(value, depth - 1)
 
     def _class_dict(self, kind: type) -> types.MappingProxyType:
-        return self._of_classes.setdefault(identity(kind), self.belongs(vars(kind), kind))
+        view = vars(kind)  # another one each time
+        return self.of_classes.setdefault(identity(gc.get_referents(view)[0]), self.belongs(view, kind))
 
     def _of_tensor(self, owner: Tensor, name: str) -> Any:
         self._tensor(owner)

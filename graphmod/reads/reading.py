@@ -94,7 +94,6 @@ class Reading:
         self._notes = notes
         self._draws = notes.chance.draws
         self._globals: set[tuple[int, str, str]] = set()  # which were looked at: identity of the dict, name, file
-        self._of_classes: dict[int, types.MappingProxyType] = {}  # identity of a dict -> the view of it that lasts
 
     def step(self, frame: FrameType, step: Step) -> None:
         """An instruction of a frame is about to run."""
@@ -178,10 +177,7 @@ class Reading:
             self._notes.function(owner)
         if name == "grad" and issubclass(type(owner), Tensor) and owner.requires_grad and is_leaf(owner):
             self._notes.gradient_at = self._notes.gradient_at or self._notes.here()
-        value = self._notes.attribute(owner, name)
-        if type(value) is types.MappingProxyType and isinstance(owner, type) and name == "__dict__":
-            self._of_classes[identity(gc.get_referents(value)[0])] = value
-        return value
+        return self._notes.attribute(owner, name)
 
     def attribute_of_super(self, frame: FrameType, name: str, values: list) -> None:
         function, kind, owner = values
@@ -230,7 +226,7 @@ class Reading:
         """What a view of a dict shows, which may be made anew each time: the dict, or the attributes of a class."""
         held = gc.get_referents(proxy)[0]
         fresh = isinstance(held, dict) and not self._notes.ages.is_old(proxy)
-        return self._of_classes.get(identity(held), held if fresh else proxy)
+        return self._notes.of_classes.get(identity(held), held if fresh else proxy)
 
     def group(self, names: tuple, keys: list[str], optimizer: torch.optim.Optimizer, group: dict) -> None:
         """Takes in that code goes through the parameters of an optimizer's group, their gradients and their state.
