@@ -39,18 +39,8 @@ _NOT_OF_TORCH = tuple(
     TORCH + part.replace("/", os.sep)
     for part in (
         *("ao/", "autograd/", "compiler/", "cuda/", "distributed/", "export/", "func/", "futures/", "fx/", "jit/"),
-        *(
-            "library.py",
-            "mps/",
-            "mtia/",
-            "multiprocessing/",
-            "nativert/",
-            "nested/",
-            "onnx/",
-            "overrides.py",
-            "package/",
-        ),
-        *("profiler/", "serialization.py", "sparse/", "storage.py", "types.py", "utils/", "xpu/"),
+        *("library.py", "mps/", "mtia/", "multiprocessing/", "nativert/", "nested/", "onnx/", "overrides.py"),
+        *("package/", "profiler/", "serialization.py", "sparse/", "storage.py", "types.py", "utils/", "xpu/"),
     )
 )
 _OF_TORCH = tuple(TORCH + part.replace("/", os.sep) for part in ("autograd/function.py", "autograd/grad_mode.py"))
@@ -77,7 +67,7 @@ _CALL = nn.Module._call_impl.__code__
 _MACHINERY = {
     *(one.__code__ for one in vars(weakref.finalize).values() if isinstance(one, FunctionType)),  # counts itself
     *(nn.Module._wrapped_call_impl.__code__, nn.Module.__getattr__.__code__, nn.Module.__setattr__.__code__),
-    *(nn.Module.__delattr__.__code__, _CALL),
+    nn.Module.__delattr__.__code__,
 }
 # The code that makes one of a named tuple is given what it holds, and would have a note keep that alive: all that
 # `fully_shard` gathers, for example.
@@ -104,7 +94,7 @@ _GROUPS = [
 ]
 _groups = frozenset(identity(code) for code in _GROUPS if _NAMES.issuperset(code.co_names))
 # By identity: the hash of code takes microseconds, and there is none where dynamo has put a dict among the constants.
-_walks, _machinery = frozenset(map(identity, _WALKS)), frozenset(map(identity, _MACHINERY))
+_walks = frozenset(map(identity, _WALKS))
 # From an operation that is recorded to its kernels nothing comes back but tensors and numbers.
 _ON_THE_WAY = (
     dispatch._fallback,
@@ -116,7 +106,7 @@ _ON_THE_WAY = (
 )
 _OPERATIONS = {one.__code__ for one in _ON_THE_WAY}
 _OPERATIONS |= {one for code in list(_OPERATIONS) for one in code.co_consts if isinstance(one, CodeType)}
-_passed_over = {identity(one): events.NOTHING for one in _MACHINERY - {_CALL}}
+_passed_over = {identity(one): events.NOTHING for one in _MACHINERY}
 _passed_over |= {identity(one): events.NEVER for one in _OPERATIONS}
 _EXCHANGES = torch.utils.swap_tensors.__code__
 _starts_threads = {identity(threading.Thread.start.__code__), identity(ThreadPoolExecutor.submit.__code__)}
@@ -193,9 +183,8 @@ def _plan_of(code: CodeType) -> Plan | None:
     where = identity(code)
     known = _known.get(where)
     if known is None:
-        looked_at = _watched(code.co_filename) or code in written_by_dynamo()
-        if where in _machinery or where in _walks or code.co_names == _MAKES_A_NAMED_TUPLE:
-            looked_at = False
+        passed_over = code is _CALL or where in _walks or code.co_names == _MAKES_A_NAMED_TUPLE
+        looked_at = not passed_over and (_watched(code.co_filename) or code in written_by_dynamo())
         found = plan_of(code) if looked_at else None
         gone = weakref.ref(code, lambda _: _known.pop(where, None))
         told = looked_at and (code.co_freevars or code.co_name.startswith("__"))  # see `Frames._note_function`
