@@ -74,7 +74,7 @@ lint: $(STAMP) ## check style, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check --summary=none
-	$(BIN)/pyrefly check --summary=none --preset=basic graphmod benchmarks
+	$(BIN)/pyrefly check --summary=none --preset=basic benchmarks
 
 format: $(STAMP) ## put the code into its format
 	$(BIN)/ruff check --fix .

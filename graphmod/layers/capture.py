@@ -179,7 +179,7 @@ class _Capture:
             self._compare_steps()
 
         def arrived(position: int, grad: Tensor) -> Tensor:
-            place = dispatch.current().place_of(grad)
+            place = _follower().place_of(grad)
             if place is not None and grad.stride() == graph.direct[position].stride():
                 found[position] = place
             return instead[position]
@@ -220,7 +220,7 @@ class _Capture:
         self._written, self._accumulated, self._missed = store(gradients, self._buffers, self._into, self._aimed)
 
     def _compare_steps(self) -> None:
-        steps = [(step.op, repr(step.scalars)) for step in dispatch.current().trace]
+        steps = [(step.op, repr(step.scalars)) for step in _follower().trace]
         if steps != (self._steps or steps):
             raise CaptureRefused(USES_UP)
         self._steps = steps
@@ -256,6 +256,13 @@ class _Capture:
             places = {address(tensor) for tensor in guards.tensors}
             refuse_unseen(seen, [where for where in others if where not in places])
         return list(others.values())
+
+
+def _follower() -> Follower:
+    """What follows the capture under way."""
+    follower = dispatch.current()
+    assert isinstance(follower, Follower)
+    return follower
 
 
 class _Hook:

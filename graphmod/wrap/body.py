@@ -17,7 +17,7 @@ from torch import distributed, nn
 from graphmod.ranks.data_parallel import Depth
 from graphmod.step.context import Context
 from graphmod.step.dispatch import run_again
-from graphmod.step.entry import Account
+from graphmod.step.entry import Account, Entry
 from graphmod.trace.dispatch import is_recording
 from graphmod.wrap.target import MARK, Target
 
@@ -49,8 +49,8 @@ class Body(Target):
             self._give_up_layers()
         if self.passed_over:
             context = self._context()
-            entry = None if context is None else _last_used(context)
-            refused = _is_refused(context) and entry.stays_eager()
+            entry = _last_used(context) if _is_refused(context) else None
+            refused = entry is not None and entry.stays_eager()
             self.passed_over = self._comes_late() or refused
         return self.passed_over or _has_ranks()
 
@@ -106,8 +106,8 @@ def _is_refused(context: Context | None) -> bool:
     return context is not None and context.entries.state == "disabled"
 
 
-def _last_used(context: Any) -> Any:
-    return max(context.entries, key=lambda one: one.last_used, default=None)
+def _last_used(context: Context | None) -> Entry | None:
+    return None if context is None else max(context.entries, key=lambda one: one.last_used, default=None)
 
 
 def _has_ranks() -> bool:
