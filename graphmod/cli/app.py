@@ -37,7 +37,7 @@ from graphmod.cli.errors import conclude, end_quietly, explain, unknown_flag, un
 from graphmod.cli.start import CONFIGS, shown, version
 from graphmod.cli.stdout import show
 from graphmod.errors import ConfigError
-from graphmod.train.run.folders import job_folder
+from graphmod.train.folders import job_folder
 
 _LOGGING = ("hydra/job_logging", "hydra/hydra_logging")
 _UNUSED = "${unused:"

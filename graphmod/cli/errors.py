@@ -24,8 +24,7 @@ from graphmod.cli.start import CONFIGS
 from graphmod.cli.stdout import complain, say_plainly, unwritten
 from graphmod.decode.errors import RequestError
 from graphmod.errors import ConfigError, GraphmodError
-from graphmod.train.schema.optim import REFUSED_OPTIMIZERS
-from graphmod.train.schema.run import RunConfig
+from graphmod.train.settings import REFUSED_OPTIMIZERS, RunConfig
 from graphmod.words import nearest
 
 # What other programs call a setting -> its last name here, its full name, or, with a value, what to write.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import graphmod
 from graphmod.errors import ConfigError
-from graphmod.train.run.folders import from_here
+from graphmod.train.folders import from_here
 
 _HOUSE = Path(graphmod.__file__).parent.absolute()
 # In a clone, also where it is installed as editable, the folder that people edit; a wheel has its content.

@@ -7,7 +7,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from graphmod.errors import ConfigError, reason
-from graphmod.train.schema.model import CUSTOM, LOCAL, ModelConfig
+from graphmod.train.settings import CUSTOM, LOCAL, ModelConfig
 from graphmod.words import nearest
 
 # Under which names the configs of transformers know a size; its own `attribute_map` counts as well. All that are there

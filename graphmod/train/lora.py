@@ -10,8 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from graphmod.errors import ConfigError, reason
-from graphmod.train.libraries import require_library
-from graphmod.train.schema.model import ADAPTER_FILE, LoraSettings
+from graphmod.train.settings import ADAPTER_FILE, LoraSettings, require_library
 
 
 def add_adapters(model: PreTrainedModel, settings: LoraSettings, base: str) -> PreTrainedModel:

@@ -14,8 +14,7 @@ from graphmod.errors import ConfigError
 from graphmod.train.architectures import transformers_config
 from graphmod.train.attention import use_static_causal_attention
 from graphmod.train.lora import add_adapters, is_adapter
-from graphmod.train.schema.model import CUSTOM, LOCAL, ModelConfig
-from graphmod.train.schema.train import Precision
+from graphmod.train.settings import CUSTOM, LOCAL, ModelConfig, Precision
 from graphmod.train.targets import located, made, named, taken_by
 
 log = logging.getLogger("graphmod")

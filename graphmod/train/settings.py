@@ -1,9 +1,75 @@
-"""What `TrainStep` may be told about its graphs."""
+"""The settings of a training run: their names, types, defaults and meaning, and which cannot be meant together.
 
-from dataclasses import dataclass, fields
+The YAML files in `configs/` fill these classes in, and `cli/app.py` turns a composed config into them. Nothing here
+loads PyTorch, which takes seconds: what is wrong is said at once. What is asked of the device and of the libraries,
+`train/run/device.py` looks at. Checks read nothing but file names and change nothing, save `data.path` and `train.log`,
+which they make lists, `model.path`, which becomes a folder, and `data.seq_len`, which is the longest of `data.buckets`.
+"""
+
+import math
+import sys
+from dataclasses import dataclass, field, fields
 from enum import Enum
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
-from graphmod.config import CUDAGraphConfig, choice, names_settings, settings
+from graphmod.config import CompileMode, CUDAGraphConfig, choice, names_settings, settings
+from graphmod.errors import ConfigError
+from graphmod.train.folders import require_no_own_model, saved_folder
+from graphmod.train.targets import check_target
+
+# -- what checks share -------------------------------------------------------------------------------------------------
+
+
+def require_library(name: str, extra: str, why: str) -> None:
+    """Checks that a library is installed.
+
+    Args:
+        name: what is imported.
+        extra: which extra of this package brings it.
+        why: the setting that needs it.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    if name in sys.modules:
+        found = sys.modules[name] is not None
+    else:
+        spec = find_spec(name)
+        found = spec is not None and spec.origin is not None  # else a folder of that name, such as W&B leaves behind
+    if not found:
+        raise ConfigError(f"{why} needs the {name} library: pip install -e '.[{extra}]' in its clone")
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises ConfigError with that message unless the condition holds."""
+    if not condition:
+        raise ConfigError(message)
+
+
+def at_least(group: str, part: object, least: float, *names: str) -> None:
+    """Checks that settings of a group are null or at least that."""
+    for name in names:
+        value = getattr(part, name)
+        require(value is None or value >= least, f"{group}.{name} must be at least {least}, got {value}")
+
+
+def share(group: str, part: object, *names: str) -> None:
+    """Checks that settings of a group are from 0 to 1."""
+    for name in names:
+        value = getattr(part, name)
+        require(0 <= value <= 1, f"{group}.{name} is a share and must be from 0 to 1, got {value}")
+
+
+def positive(group: str, part: object, *names: str) -> None:
+    """Checks that settings of a group are null, or above 0 and finite."""
+    for name in names:
+        value = getattr(part, name)
+        require(value is None or 0 < value < math.inf, f"{group}.{name} must be above 0 and finite, got {value}")
+
+
+# -- graph: what `TrainStep` may be told -------------------------------------------------------------------------------
 
 
 class Scope(str, Enum):
@@ -43,3 +109,738 @@ def train_settings(given: object) -> TrainGraphConfig:
         return given
     plain = settings(given)
     return TrainGraphConfig(**{field.name: getattr(plain, field.name) for field in fields(plain)})
+
+
+# -- model -------------------------------------------------------------------------------------------------------------
+
+# In a checkpoint of adapters: the file they are described in, and the folder of the whole model that they make.
+ADAPTER_FILE, MERGED_FOLDER = "adapter_config.json", "merged"
+
+LOCAL, CUSTOM = "local", "custom"
+
+
+@dataclass
+class LoraSettings:
+    """Low-rank adapters on a saved model.
+
+    Attributes:
+        r: their rank; null trains the whole model.
+        alpha: their results are scaled by alpha / r.
+        dropout: of what goes into them; probability in [0, 1).
+        target_modules: names of the linear layers that get one, such as [q_proj,v_proj], or [all-linear]; null takes
+            what peft takes for the kind of model.
+        merge: also save the whole model with its adapters merged, in the folder `merged` of each checkpoint.
+    """
+
+    r: int | None = None
+    alpha: float = 16.0
+    dropout: float = 0.0
+    target_modules: list[str] | None = None
+    merge: bool = False
+
+
+@dataclass
+class ModelConfig:
+    """The model. A size that an architecture does not have stays null; `local` reads all of them from its folder.
+
+    Attributes:
+        architecture: `local`, a saved model; `custom`, a model of your own; or a model type of transformers (`llama`,
+            `qwen3`, `gpt2`, `mistral`, ...), built with random weights.
+        path: folder with a saved transformers model, or the name of one in the cache of Hugging Face (`local` only).
+        target: `custom` only; `_target_`, the full name of a class or function, and arguments for it. Other settings of
+            this group that are not null are arguments, too.
+        layers, hidden_size, heads, intermediate_size, max_positions: the usual sizes; max_positions is in tokens.
+        kv_heads, head_dim, rope_theta: null means heads, hidden_size / heads, and what is usual for the architecture.
+        vocab_size: null takes the data's vocabulary, rounded up to a multiple of 64.
+        tie_embeddings: share the weights of the embedding and the output layer.
+        dropout: probability in [0, 1), of all dropout between layers, and in gpt2 of that of attention.
+        options: what else the config of the architecture in transformers has, by its own names.
+        lora: train low-rank adapters in place of the model's weights (`local` only).
+    """
+
+    architecture: str = "llama"
+    path: str | None = None
+    target: Any = None  # a dict; omegaconf cannot put values into one that may be null
+    layers: int | None = None
+    hidden_size: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    max_positions: int | None = None
+    vocab_size: int | None = None
+    rope_theta: float | None = None
+    tie_embeddings: bool | None = None
+    dropout: float | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    lora: LoraSettings = field(default_factory=LoraSettings)
+
+    def given(self) -> dict[str, Any]:
+        """The sizes that are not null, by name."""
+        sizes = (one.name for one in fields(self) if one.name not in ("architecture", "target", "options", "lora"))
+        return {name: getattr(self, name) for name in sizes if getattr(self, name) is not None}
+
+
+def check_model(model: ModelConfig) -> None:
+    """Raises ConfigError for settings that go with another kind of model, and sizes that do not divide; makes
+    `model.path` a folder."""
+    _check_lora(model)
+    at_least("model", model, 1, "layers", "hidden_size", "heads", "kv_heads", "head_dim", "intermediate_size")
+    at_least("model", model, 1, "max_positions", "vocab_size")
+    positive("model", model, "rope_theta")
+    if model.dropout is not None:
+        require(0 <= model.dropout < 1, f"model.dropout must be at least 0 and below 1, got {model.dropout}")
+    kind = model.architecture
+    require(
+        model.target is None or kind == CUSTOM,
+        f"model._target_ names a model of your own, and model.architecture={kind}; use model=custom (in an "
+        "experiment: `override /model: custom`; in a file of the group: `architecture: custom`), or leave it out",
+    )
+    require(
+        not model.options or kind not in (LOCAL, CUSTOM),
+        f"model.options={model.options} are those of a config of transformers, and do nothing with model={kind}; "
+        "leave them out, or write them as model.NAME=VALUE with model=custom",
+    )
+    if kind == CUSTOM:
+        require(model.target is not None, "model=custom needs model._target_=my_package.Net, the name of your model")
+        check_target("model", model.target)
+        return
+    if kind == LOCAL:
+        _check_saved(model)
+        return
+    require(model.path is None, "model.path names a saved model; add model=local, or leave it out")
+    if model.heads is not None:
+        require(
+            model.head_dim is not None or model.hidden_size is None or model.hidden_size % model.heads == 0,
+            f"model.hidden_size={model.hidden_size} does not divide by model.heads={model.heads}",
+        )
+        kv_heads = model.kv_heads or model.heads
+        require(model.heads % kv_heads == 0, f"model.heads={model.heads} does not divide by model.kv_heads={kv_heads}")
+
+
+def _check_lora(model: ModelConfig) -> None:
+    lora = model.lora
+    at_least("model.lora", lora, 1, "r")
+    positive("model.lora", lora, "alpha")
+    require(0 <= lora.dropout < 1, f"model.lora.dropout must be at least 0 and below 1, got {lora.dropout}")
+    require(
+        lora.r is None or model.architecture == LOCAL,
+        f"model.lora.r={lora.r} trains adapters of a saved model, and model.architecture={model.architecture} is built "
+        "with random weights; use model=local model.path=FOLDER, or leave it out",
+    )
+    require(
+        lora.r is not None or lora == LoraSettings(),
+        "model.lora is off without a rank; set model.lora.r=8, or leave the other settings of model.lora out",
+    )
+    if lora.r is not None:
+        require_library("peft", "lora", f"model.lora.r={lora.r}")
+
+
+def _check_saved(model: ModelConfig) -> None:
+    require(model.path is not None, "model=local needs model.path=FOLDER with a saved transformers model")
+    folder = saved_folder(str(model.path))
+    if folder != Path(str(model.path)):
+        model.path = str(folder)
+    whole = (folder / "config.json").is_file()
+    require(
+        whole or not (folder / ADAPTER_FILE).is_file(),
+        f"model.path={model.path} holds LoRA adapters and no whole model; continue training them with train.resume="
+        f"{model.path}, or have one saved with model.lora.merge=true and give its folder {MERGED_FOLDER}",
+    )
+    require_no_own_model(folder)
+    require(
+        whole,
+        f"model.path={model.path} holds no config.json, so no saved model; those of a run are in its folders "
+        "checkpoints/step_N",
+    )
+    for name, given in model.given().items():
+        require(name == "path", f"model.{name}={given} cannot be chosen with model=local: the saved model has its own")
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+
+class Source(str, Enum):
+    """Where the training tokens come from."""
+
+    stdlib = "stdlib"
+    text = "text"
+    hf = "hf"
+    synthetic = "synthetic"
+    custom = "custom"
+
+
+class Documents(str, Enum):
+    """What counts as one document."""
+
+    file = "file"
+    line = "line"
+
+
+class TrainOn(str, Enum):
+    """Which tokens of pairs and chats are trained on: what completes a prompt and what the assistant says, or `all`."""
+
+    completion = "completion"
+    all = "all"
+
+
+class PackingAttention(str, Enum):
+    """How attention keeps packed documents apart: `mask` has a value for each pair of tokens; `varlen` is told where
+    documents begin and skips the rest (on a GPU, in 16 bits); `auto` takes `varlen` where it can be used."""
+
+    auto = "auto"
+    mask = "mask"
+    varlen = "varlen"
+
+
+@dataclass
+class DataConfig:
+    """The data and the shape of a batch.
+
+    Attributes:
+        source: `stdlib`, `text`, `hf` (rows of files, read with the datasets library), `synthetic` or `custom` (a data
+            set of your own).
+        path: file, folder, or list of them (`text` and `hf`).
+        target: `custom` only; `_target_`, the full name of a class or function, and arguments for it. Of the other
+            settings of this group it gets those that it takes by name.
+        pattern: which files of a folder are read, such as `*.txt`.
+        column: `hf` only; the column that holds the text. null takes chats in `messages`, pairs of `prompt` and
+            `completion` (texts, or lists of messages), or `text`, whichever is there.
+        train_on: `hf` only; in pairs and chats, `completion` (which is also what the assistant says) or `all`.
+        split: `hf` only; the split of a folder that has several.
+        cache: folder where tokens are kept for the next run on the same data; null keeps none.
+        tokenizer: folder of a saved tokenizer, or `bytes`; null means bytes, unless `model.path` brings a tokenizer.
+        max_bytes: read no more than this many bytes; null reads everything.
+        vocab_size: `synthetic` only; null takes `model.vocab_size`, or 256.
+        seq_len: tokens of one sequence the model sees.
+        batch_size: sequences in one microbatch.
+        eval_fraction: share of the tokens, from the end, kept for evaluation; in [0, 1).
+        documents: what `buckets` and `packing` keep apart: the files, or the lines of all files.
+        buckets: lengths in tokens, such as [256,512,1024], in place of `seq_len`: a batch holds documents of about
+            equal length, padded to the next of these. `batch_size` is that of the longest; shorter ones have more rows.
+        packing: documents that share a window do not see each other.
+        packing_attention: `auto`, `mask` or `varlen`: how attention sees to that. They differ by rounding.
+    """
+
+    source: Source = Source.stdlib
+    path: Any = None
+    target: Any = None  # a dict; omegaconf cannot put values into one that may be null
+    pattern: str = "*"
+    column: str | None = None
+    train_on: TrainOn = TrainOn.completion
+    split: str = "train"
+    cache: str | None = "~/.cache/graphmod"
+    tokenizer: str | None = None
+    max_bytes: int | None = None
+    vocab_size: int | None = None
+    seq_len: int = 256
+    batch_size: int = 8
+    eval_fraction: float = 0.05
+    documents: Documents = Documents.file
+    buckets: list[int] | None = None
+    packing: bool = False
+    packing_attention: PackingAttention = PackingAttention.auto
+
+
+def _check_own(data: DataConfig) -> None:
+    """What it makes of the other settings is known when it is loaded (`train/data/items.py`)."""
+    require(data.target is not None, "data=custom needs data._target_=my_package.Items, the name of your data set")
+    check_target("data", data.target)
+    for name in ("buckets", "packing"):
+        require(
+            not getattr(data, name),
+            f"data.{name}={getattr(data, name)} is for texts that this trainer cuts, and data=custom brings whole "
+            "items; leave it out",
+        )
+
+
+def check_data(data: DataConfig, model: ModelConfig) -> None:
+    """Raises ConfigError for a path that is missing or not there; makes `data.path` a list of str, or None."""
+    at_least("data", data, 1, "max_bytes", "vocab_size", "seq_len", "batch_size")
+    require(0 <= data.eval_fraction < 1, f"data.eval_fraction must be at least 0 and below 1, got {data.eval_fraction}")
+    if data.source is Source.custom:
+        _check_own(data)
+        return
+    require(
+        data.target is None,
+        f"data._target_ names data of your own, and data={data.source.value}; use data=custom (in an experiment: "
+        "`override /data: custom`; in a file of the group: `source: custom`), or leave it out",
+    )
+    if data.source in (Source.text, Source.hf):
+        require(
+            isinstance(data.path, bool) or not isinstance(data.path, (int, float)),
+            f"data.path={data.path} was read as a number; write data.path=./{data.path}",
+        )
+        paths: Any = [data.path] if isinstance(data.path, (str, Path)) else data.path
+        require(
+            bool(paths) and isinstance(paths, (list, tuple)),
+            f"data={data.source.value} needs data.path=FILE_OR_FOLDER, or a list",
+        )
+        data.path = [str(path) for path in paths]
+        for path in data.path:
+            where = "" if Path(path).is_absolute() else f" in {Path.cwd()}"
+            require(Path(path).exists(), f"data.path: there is no file or folder {path!r}{where}")
+    else:
+        require(
+            data.path is None,
+            f"data.path is not read with data={data.source.value}; add data=text, or data=hf for rows (JSON lines, "
+            "Parquet, CSV)",
+        )
+    if data.source is Source.synthetic:
+        require(data.tokenizer is None, "data.tokenizer has no meaning with data=synthetic: its tokens are random")
+    else:
+        require(data.vocab_size is None, "data.vocab_size is for data=synthetic only; set model.vocab_size instead")
+    if data.source is Source.hf:
+        require(data.max_bytes is None, "data.max_bytes has no meaning with data=hf, which reads rows; leave it out")
+    else:
+        require(
+            data.column is None and data.train_on is TrainOn.completion,
+            f"data.column and data.train_on do nothing with data={data.source.value}; add data=hf, or leave them out",
+        )
+    if data.tokenizer not in (None, "bytes"):
+        require(
+            not Path(data.tokenizer).is_file(),
+            f"data.tokenizer={data.tokenizer} is a file; give its folder, in which its name must be one that "
+            "transformers looks for, such as tokenizer.json",
+        )
+        require(Path(data.tokenizer).is_dir(), f"data.tokenizer={data.tokenizer} is neither a folder nor 'bytes'")
+    if data.buckets is not None:
+        sizes = list(data.buckets)
+        require(
+            bool(sizes) and all(size >= 1 for size in sizes) and sizes == sorted(set(sizes)),
+            f"data.buckets must be lengths in ascending order, such as [256,512,1024], got {sizes}",
+        )
+        require(not data.packing, "data.buckets pads documents and data.packing=true packs them; use one of the two")
+        data.seq_len = sizes[-1]
+    require(
+        data.packing or data.packing_attention is PackingAttention.auto,
+        f"data.packing_attention={data.packing_attention.value} needs data.packing=true; add that, or drop it",
+    )
+    length = f"data.seq_len={data.seq_len}" if data.buckets is None else f"the longest of data.buckets, {data.seq_len},"
+    limit = model.max_positions
+    require(
+        limit is None or data.seq_len <= limit,
+        f"{length} is longer than model.max_positions={limit}; lower one or raise the other",
+    )
+
+
+# -- optim -------------------------------------------------------------------------------------------------------------
+
+
+class OptimizerName(str, Enum):
+    """Those that can be captured, and leave out an update without asking the host."""
+
+    adamw = "adamw"
+    adam = "adam"
+    sgd = "sgd"
+    muon = "muon"
+
+
+# What else torch and transformers have, and why a graph cannot hold it or a run cannot use it.
+_NO_GUARD = "it cannot leave out an update on the device, which train.nonfinite needs"
+REFUSED_OPTIMIZERS = {
+    "adafactor": "it reads its step count and learning rate on the host in each step, which a graph cannot repeat",
+    "lbfgs": "it calls the model several times in a step, and decides on the host how often",
+    **dict.fromkeys(("adagrad", "adadelta", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop"), _NO_GUARD),
+}
+
+
+class Schedule(str, Enum):
+    """The schedules of `transformers.get_scheduler` that are known before the run."""
+
+    cosine_with_min_lr = "cosine_with_min_lr"
+    cosine = "cosine"
+    cosine_with_restarts = "cosine_with_restarts"
+    linear = "linear"
+    polynomial = "polynomial"
+    constant = "constant"
+    constant_with_warmup = "constant_with_warmup"
+    inverse_sqrt = "inverse_sqrt"
+    warmup_stable_decay = "warmup_stable_decay"
+
+
+@dataclass
+class OptimConfig:
+    """The optimizer, its schedule and gradient clipping.
+
+    Attributes:
+        name: `adamw`, `adam`, `sgd` or `muon` (the matrices of the layers; embeddings, output layer and vectors have
+            AdamW).
+        learning_rate: the peak.
+        betas: of AdamW and Adam, two numbers in [0, 1).
+        eps: of AdamW and Adam.
+        momentum: of SGD and Muon, in [0, 1).
+        nesterov: of SGD and Muon.
+        weight_decay: of the matrices; vectors (norms, biases) have none. Part of the gradient in `adam` and `sgd`.
+        schedule: the name of a schedule of `transformers.get_scheduler`.
+        schedule_options: what that function takes as `scheduler_specific_kwargs`, such as {num_cycles: 2}.
+        warmup_fraction: share of the steps that warms up linearly; in [0, 1].
+        min_lr_ratio: where schedules that have a floor end, as a share of the peak; in [0, 1].
+        max_grad_norm: clip gradients to this 2-norm; null does not clip.
+    """
+
+    name: OptimizerName = OptimizerName.adamw
+    learning_rate: float = 3e-3
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    momentum: float = 0.95
+    nesterov: bool = True
+    weight_decay: float = 0.1
+    schedule: Schedule = Schedule.cosine_with_min_lr
+    schedule_options: dict[str, Any] = field(default_factory=dict)
+    warmup_fraction: float = 0.05
+    min_lr_ratio: float = 0.1
+    max_grad_norm: float | None = 1.0
+
+
+def check_optim(optim: OptimConfig) -> None:
+    """Raises ConfigError for rates and shares outside their range."""
+    positive("optim", optim, "learning_rate", "eps")
+    require(
+        len(optim.betas) == 2 and all(0 <= beta < 1 for beta in optim.betas),
+        f"optim.betas must be two numbers of at least 0 and below 1, such as [0.9,0.95], got {list(optim.betas)}",
+    )
+    require(0 <= optim.momentum < 1, f"optim.momentum must be at least 0 and below 1, got {optim.momentum}")
+    require(
+        not optim.nesterov or optim.momentum > 0 or optim.name not in (OptimizerName.sgd, OptimizerName.muon),
+        "optim.nesterov=true needs optim.momentum above 0; raise it, or set optim.nesterov=false",
+    )
+    at_least("optim", optim, 0, "weight_decay")
+    require(optim.weight_decay < math.inf, "optim.weight_decay must be finite, got inf")
+    share("optim", optim, "warmup_fraction", "min_lr_ratio")
+    norm = optim.max_grad_norm
+    require(norm is None or norm > 0, f"optim.max_grad_norm must be above 0, or null to not clip, got {norm}")
+
+
+# -- train -------------------------------------------------------------------------------------------------------------
+
+
+class Precision(str, Enum):
+    """`fp32`; `bf16` (weights and arithmetic); `bf16_mixed` and `fp16_mixed` (fp32 weights, autocast; `fp16_mixed`
+    with a loss scale)."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    bf16_mixed = "bf16_mixed"
+    fp16_mixed = "fp16_mixed"
+
+
+class NonFinite(str, Enum):
+    """What to do when a loss or gradient is NaN or infinite."""
+
+    stop = "stop"
+    skip = "skip"
+    ignore = "ignore"
+
+
+class LogTo(str, Enum):
+    """Where the points of a run are written: an event file for TensorBoard, `metrics.csv`, Weights & Biases."""
+
+    tensorboard = "tensorboard"
+    csv = "csv"
+    wandb = "wandb"
+
+
+class DeviceName(str, Enum):
+    """`auto` takes the GPU when there is one."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+@dataclass
+class TrainConfig:
+    """The loop.
+
+    Attributes:
+        steps: optimizer steps.
+        epochs: passes over the data, in place of `steps`; null takes `steps`.
+        grad_accumulation: microbatches in a step.
+        precision: `fp32`, `bf16`, `bf16_mixed` or `fp16_mixed`.
+        device: `auto`, `cpu` or `cuda`.
+        loss: `_target_`, the full name of a loss of your own, and arguments for it; empty takes that of the data.
+        seed: of the weights, the data order and dropout.
+        deterministic: use kernels whose result does not vary from run to run.
+        log: where points are written: `tensorboard`, `csv`, `wandb`, or a list of them; an empty list is nowhere.
+        log_every: steps between two points; nothing is read from the device in between.
+        eval_every: steps between evaluations; 0 never evaluates.
+        eval_batches: batches of one evaluation.
+        sync_steps: wait for the device after each step, as a loop that reads the loss each step does.
+        sample_every: steps between texts that the model writes, printed and logged; 0 never samples.
+        sample_prompt: what it goes on from; on the command line all after `=`, as it is, without quotes for Hydra.
+        sample_tokens: how many tokens it writes.
+        sample_temperature: 0 takes the most likely token each time.
+        nonfinite: when a loss or gradient is NaN or infinite: `stop` ends the run, with the weights of before, and
+            names the step; `skip` leaves that update out and goes on; `ignore` does not look.
+        ema_decay: keep averaged weights, this much of them at each step; in [0, 1). null keeps none. They are
+            evaluated (`eval/ema_loss`) and saved beside the others.
+        activation_checkpointing: keep no activations inside the layers and compute them again in the backward; less
+            memory, about a third more time. In graphs the results of dropout stay; with `compile` there may be none.
+        profile: when all steps are done, record a few more, as the run does them and eagerly, in `trace.json` for
+            Perfetto, and sum up how busy the GPU was.
+        checkpoint: save the model and the optimizer at the end, and when the run is told to stop.
+        checkpoint_every: also save after each so many steps; 0 does not.
+        keep_checkpoints: how many of the newest stay on the disk.
+        resume: `none`; `auto`: resume from a checkpoint in the folder that `hydra.run.dir` names, or, where it names
+            none, the newest unfinished run with these settings; or the folder of a run or of a checkpoint, whose
+            settings are then those that the command line does not give.
+    """
+
+    steps: int = 500
+    epochs: int | None = None
+    grad_accumulation: int = 1
+    precision: Precision = Precision.fp32
+    device: DeviceName = DeviceName.auto
+    loss: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    deterministic: bool = False
+    log: Any = field(default_factory=lambda: ["tensorboard"])
+    log_every: int = 10
+    eval_every: int = 100
+    eval_batches: int = 4
+    sync_steps: bool = False
+    nonfinite: NonFinite = NonFinite.stop
+    ema_decay: float | None = None
+    activation_checkpointing: bool = False
+    profile: bool = False
+    checkpoint: bool = True
+    sample_every: int = 0
+    sample_prompt: str = "def "
+    sample_tokens: int = 120
+    sample_temperature: float = 0.8
+    checkpoint_every: int = 0
+    keep_checkpoints: int = 2
+    resume: str = "none"
+
+
+def _check_log(train: TrainConfig) -> None:
+    given = train.log if isinstance(train.log, (list, tuple)) else [train.log]
+    allowed = [one.value for one in LogTo]
+    for name in given:
+        require(
+            name in allowed,
+            f"train.log={name} is not a logger; write one of {', '.join(allowed)}, a list such as "
+            "'train.log=[tensorboard,csv]', or 'train.log=[]' for none",
+        )
+    if LogTo.wandb in given:
+        require_library("wandb", "wandb", "train.log=wandb")
+    train.log = list(dict.fromkeys(LogTo(name).value for name in given))
+
+
+def check_resume(train: TrainConfig) -> None:
+    """Raises ConfigError for a run that is not there."""
+    require(
+        train.resume in ("none", "auto") or Path(train.resume).is_dir(),
+        f"train.resume={train.resume} is not a folder; give that of a run or of a checkpoint, auto or none",
+    )
+
+
+def check_train(train: TrainConfig) -> None:
+    """Raises ConfigError for numbers outside their range and runs that are not there; makes `train.log` a list."""
+    _check_log(train)
+    if train.loss:
+        check_target("train.loss", train.loss)
+    at_least(
+        "train",
+        train,
+        1,
+        "steps",
+        "epochs",
+        "grad_accumulation",
+        "log_every",
+        "eval_batches",
+        "keep_checkpoints",
+        "sample_tokens",
+    )
+    at_least("train", train, 0, "eval_every", "checkpoint_every", "sample_every", "sample_temperature", "seed")
+    require(train.seed < 2**64, f"train.seed must fit into 64 bits, got {train.seed}")
+    decay = train.ema_decay
+    require(decay is None or 0 <= decay < 1, f"train.ema_decay must be at least 0 and below 1, or null, got {decay}")
+    check_resume(train)
+    require(
+        train.resume == "none" or train.checkpoint,
+        f"train.resume={train.resume} needs checkpoints and train.checkpoint=false writes none; drop one of them",
+    )
+    require(train.sample_prompt != "", "train.sample_prompt is empty; a model needs a text to continue")
+
+
+# -- parallel ----------------------------------------------------------------------------------------------------------
+
+
+class ParallelMode(str, Enum):
+    """How several GPUs train one model.
+
+    `none`: not at all. `ddp`: each has the whole model and its own part of every batch, and gradients are averaged
+    (DistributedDataParallel). `fsdp`: likewise, but each keeps a part of every parameter (fully_shard). `tp`: all
+    compute every sequence together, each with a part of every layer (tensor parallelism). `fsdp_tp`: groups of
+    `parallel.tp` ranks do that, and the groups share batches and parameters as with `fsdp`.
+    """
+
+    none = "none"
+    ddp = "ddp"
+    fsdp = "fsdp"
+    tp = "tp"
+    fsdp_tp = "fsdp_tp"
+
+    @property
+    def shards(self) -> bool:
+        """Whether ranks with different batches keep a part of every parameter each."""
+        return self in (ParallelMode.fsdp, ParallelMode.fsdp_tp)
+
+    @property
+    def splits_layers(self) -> bool:
+        """Whether a layer is computed by several ranks."""
+        return self in (ParallelMode.tp, ParallelMode.fsdp_tp)
+
+
+@dataclass
+class ParallelConfig:
+    """More than one GPU. Each is used by a process of its own, a rank.
+
+    Attributes:
+        mode: `none`, `ddp`, `fsdp`, `tp` or `fsdp_tp`.
+        gpus: how many ranks are started, each on a GPU or, without GPUs, on the CPU; null is one for each GPU. Where a
+            launcher such as torchrun starts them, it must be as many, or null.
+        tp: over how many ranks each layer is split, with `fsdp_tp`; with `tp` these are all ranks, and it may be null.
+        reshard_after_forward: with `fsdp` and `fsdp_tp`, give whole parameters of a layer back after its forward and
+            collect them again for its backward; false keeps them in between, which takes memory for all layers.
+    """
+
+    mode: ParallelMode = ParallelMode.none
+    gpus: int | None = None
+    tp: int | None = None
+    reshard_after_forward: bool = True
+
+
+def check_parallel(parallel: ParallelConfig) -> None:
+    """Raises ConfigError for numbers that cannot be, and settings that do nothing."""
+    at_least("parallel", parallel, 1, "gpus")
+    at_least("parallel", parallel, 2, "tp")
+    mode = parallel.mode
+    require(
+        parallel.tp is None or mode.splits_layers,
+        f"parallel.tp={parallel.tp} splits layers, and parallel={mode.value} does not; choose parallel=tp or "
+        "parallel=fsdp_tp",
+    )
+    require(
+        parallel.tp is not None or mode is not ParallelMode.fsdp_tp,
+        "parallel=fsdp_tp has to be told over how many GPUs each layer is split, such as parallel.tp=2",
+    )
+
+
+def sizes(parallel: ParallelConfig, ranks: int) -> dict[str, int]:
+    """How so many ranks are arranged: `dp` with different batches times `tp` that split each layer.
+
+    Raises:
+        ConfigError: they cannot be.
+    """
+    if not parallel.mode.splits_layers:
+        return {"dp": ranks, "tp": 1}
+    tp = parallel.tp or ranks
+    if parallel.mode is ParallelMode.tp and tp != ranks:
+        raise ConfigError(
+            f"parallel=tp splits each layer over all of the {ranks} ranks, and parallel.tp={tp}; leave parallel.tp "
+            f"out, start {tp} ranks, or let groups of {tp} share the batches: parallel=fsdp_tp parallel.tp={tp}"
+        )
+    if ranks % tp or (parallel.mode is ParallelMode.fsdp_tp and ranks == tp):
+        raise ConfigError(
+            f"parallel=fsdp_tp parallel.tp={tp} takes a multiple of {tp} ranks, at least {2 * tp}, got {ranks}; start "
+            "another number (parallel.gpus), or use parallel=tp or parallel=fsdp"
+        )
+    return {"dp": ranks // tp, "tp": tp}
+
+
+# -- all of them -------------------------------------------------------------------------------------------------------
+
+DRAWS_IN_COMPILED_CODE = (
+    "train.activation_checkpointing=true runs layers twice, and compiled code would draw other numbers for dropout the "
+    "second time; set the model's dropout to 0, or use graph.compile=none"
+)
+
+
+@dataclass
+class GraphConfig(TrainGraphConfig):
+    """The settings of `TrainGraphConfig`, and what only a training run has.
+
+    Attributes:
+        compile: `default` fuses kernels with torch.compile before they are captured; `max` also lets it try out which
+            variants are fastest, which takes minutes once.
+        auto: measure the scopes on the first steps and keep the fastest; `scope` is then what it starts with.
+        check: train nothing; say what would keep the step out of graphs, write `check.json`, and end with status 0 (it
+            would be captured) or 1.
+    """
+
+    compile: CompileMode = CompileMode.none
+    auto: bool = False
+    check: bool = False
+
+
+@dataclass
+class RunConfig:
+    """Everything one run of `train.py` is told."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    graph: GraphConfig = field(default_factory=GraphConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+
+def _check_split(config: RunConfig) -> None:
+    """Raises ConfigError for what needs a whole model on each rank."""
+    mode = config.parallel.mode
+    if not (mode.shards or mode.splits_layers):
+        return
+    asked = {
+        f"train.sample_every={config.train.sample_every}, which writes text with a model": config.train.sample_every,
+        "optim=muon, which updates whole matrices": config.optim.name is OptimizerName.muon,
+        "optim=sgd, which PyTorch fuses for whole parameters only": config.optim.name is OptimizerName.sgd,
+        f"model.lora.r={config.model.lora.r}, whose adapters lie inside the matrices": mode.splits_layers
+        and config.model.lora.r,
+    }
+    for what, wanted in asked.items():
+        require(
+            not wanted,
+            f"parallel={mode.value} leaves each rank a part of the model, and {what}, needs all of it; leave that out, "
+            "or use parallel=ddp",
+        )
+
+
+def check(config: RunConfig) -> None:
+    """Raises ConfigError for the first setting, combination or path that cannot work."""
+    train, graph = config.train, config.graph
+    check_model(config.model)
+    check_data(config.data, config.model)
+    check_optim(config.optim)
+    check_train(train)
+    check_parallel(config.parallel)
+    _check_split(config)
+    require(
+        train.eval_every == 0 or config.data.eval_fraction > 0,
+        "train.eval_every asks for evaluations, but data.eval_fraction=0 keeps nothing to evaluate on; "
+        "set data.eval_fraction=0.05, or train.eval_every=0",
+    )
+    require(
+        not graph.auto or graph.scope is Scope.none,
+        f"graph.auto=true chooses the scope itself; got graph.scope={graph.scope.value} too. Use graph=auto alone",
+    )
+    require(
+        not graph.auto or config.data.buckets is None,
+        "graph=auto measures steps of one shape and data.buckets has several; choose a scope, or data.packing=true",
+    )
+    require(
+        graph.scope is Scope.none or config.data.buckets is None or len(config.data.buckets) <= graph.max_graphs,
+        f"data.buckets has {len(config.data.buckets or ())} lengths and graph.max_graphs={graph.max_graphs} allows "
+        "fewer graphs; raise it",
+    )
+    require(
+        graph.layers is None or graph.scope is Scope.per_layer or graph.auto,
+        f"graph.layers chooses the modules of graph=per_layer and does nothing with graph.scope={graph.scope.value}",
+    )
+    draws = config.model.dropout or config.model.lora.dropout
+    require(
+        graph.compile is CompileMode.none or not (train.activation_checkpointing and draws),
+        DRAWS_IN_COMPILED_CODE,
+    )

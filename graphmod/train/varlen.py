@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from graphmod.errors import ConfigError
-from graphmod.train.schema.train import Precision
+from graphmod.train.settings import Precision
 
 _NEEDED = {"scale", "window_size"}
 _KNOWN = set(inspect.signature(varlen_attn).parameters)

@@ -18,7 +18,7 @@ from graphmod.cli.training.job import Job, _way_on
 from graphmod.cli.training.main import main
 from graphmod.cli.training.settings import TRAIN, parse
 from graphmod.errors import ConfigError
-from graphmod.train.run.folders import unused
+from graphmod.train.folders import unused
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from graphmod.cli.stdout import OutputError
 from graphmod.decode import DecodeEngine
 from graphmod.decode.text import ByteCodec
 from graphmod.errors import ConfigError, reason
-from graphmod.train.checkpoints.manifest import FORMAT, PARTS
+from graphmod.train.folders import FORMAT, PARTS
 
 
 @pytest.fixture(scope="module")

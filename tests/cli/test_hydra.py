@@ -186,7 +186,7 @@ def test_ranks_do_not_wait_for_a_first_one_that_cannot_start(tmp_path):
 
 def test_a_folder_in_use_stays_as_it_is(run, tmp_path):
     (tmp_path / "mine").mkdir()
-    holder = "import sys, time; from pathlib import Path; from graphmod.train.run.ownership import owned\n"
+    holder = "import sys, time; from pathlib import Path; from graphmod.train.folders import owned\n"
     holder += "with owned(Path('mine')): print('held', flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", holder], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "held\n"

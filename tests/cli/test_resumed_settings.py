@@ -12,7 +12,7 @@ from graphmod.cli.training.main import main
 from graphmod.cli.training.resumed import job_settings
 from graphmod.cli.training.settings import parse
 from graphmod.errors import ConfigError
-from graphmod.train.checkpoints.manifest import FOLDER, FORMAT, MANIFEST_FILE, NewerCheckpoint, checkpoints
+from graphmod.train.folders import CHECKPOINTS, FORMAT, MANIFEST_FILE, NewerCheckpoint, checkpoints
 from graphmod.train.report.result import RunResult
 from graphmod.train.run.decisive import differences
 from graphmod.train.run.loop import train
@@ -77,7 +77,7 @@ def test_ranks_join_on_the_device_of_the_run(stopped, tmp_path, monkeypatch, cap
 
 def test_so_does_one_of_its_checkpoints(stopped, tmp_path):
     run, losses = stopped("train.seed=3")
-    (folder,) = checkpoints(run / FOLDER)
+    (folder,) = checkpoints(run / CHECKPOINTS)
     assert train(parse(given(f"train.resume={folder}")[0]), tmp_path / "unused").losses == losses
 
 
@@ -90,7 +90,7 @@ def test_a_change_is_shown_and_a_group_changes_what_its_files_set(stopped, tmp_p
     job = Job(tmp_path / "unused", overrides, alone=True, given=overrides)
     assert run_job(composed(*overrides), job) == run
     said = capsys.readouterr().out
-    assert f"resuming from step 3 of 8: {run / FOLDER / 'step_00000003'}" in said
+    assert f"resuming from step 3 of 8: {run / CHECKPOINTS / 'step_00000003'}" in said
     for line in ("train.log_every was 3 and is now 7", "graph.auto was True and is now False"):
         assert f"\n  {line}\n" in said
     assert "batch_size" not in said and RunResult.read(run).losses == losses
@@ -108,7 +108,7 @@ def test_a_change_is_shown_and_a_group_changes_what_its_files_set(stopped, tmp_p
 )
 def test_a_change_of_the_numbers_is_refused_and_the_way_out_named(stopped, change, said):
     run, _ = stopped(wanted=False)
-    (folder,) = checkpoints(run / FOLDER)
+    (folder,) = checkpoints(run / CHECKPOINTS)
     with pytest.raises(ConfigError, match=rf"{said}.* start anew .* model=local model\.path={folder}$"):
         given(f"train.resume={run}", change)
 
@@ -187,7 +187,7 @@ def test_a_folder_of_its_own_leaves_the_run_as_it_is(stopped, tmp_path):
 
 def test_a_run_is_not_resumed_before_its_newest_checkpoint(on_text, tmp_path):
     train(on_text("train.checkpoint_every=4"), tmp_path / "run")
-    newest, older = checkpoints(tmp_path / "run" / FOLDER)
+    newest, older = checkpoints(tmp_path / "run" / CHECKPOINTS)
     with pytest.raises(ConfigError, match=rf"{newest} comes after it.*hydra\.run\.dir=FOLDER"):
         train(on_text(f"train.resume={older}"), tmp_path / "unused")
     (newest / "model.safetensors").write_bytes(b"")
@@ -210,7 +210,7 @@ def test_a_setting_that_came_later_was_what_it_is_by_default():
 
 def test_a_checkpoint_with_a_setting_that_is_gone_is_resumed_where_it_decided_nothing(stopped, tmp_path):
     run, losses = stopped()
-    (folder,) = checkpoints(run / FOLDER)
+    (folder,) = checkpoints(run / CHECKPOINTS)
     edit(folder, lambda manifest: manifest["config"]["train"].update(log_colour="red"))
     assert train(parse(given(f"train.resume={run}")[0]), tmp_path).losses == losses
 
@@ -226,7 +226,7 @@ def test_a_checkpoint_with_a_setting_that_is_gone_is_resumed_where_it_decided_no
 )
 def test_as_many_ranks_are_started_as_a_launcher_had(stopped, monkeypatch, written, arguments, launched, gpus):
     run, _ = stopped(wanted=False)
-    (folder,) = checkpoints(run / FOLDER)
+    (folder,) = checkpoints(run / CHECKPOINTS)
 
     def as_launched(manifest):
         manifest["config"]["parallel"].update(mode="ddp", gpus=None)
@@ -242,7 +242,7 @@ def test_a_checkpoint_of_a_newer_format_is_named_and_nothing_older_taken_in_its_
     run = tmp_path / "run"
     train(on_text("train.checkpoint_every=4"), run)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    edit(checkpoints(run / FOLDER)[0], lambda manifest: manifest.update(format=FORMAT + 1, graphmod="7.5"))
+    edit(checkpoints(run / CHECKPOINTS)[0], lambda manifest: manifest.update(format=FORMAT + 1, graphmod="7.5"))
     resume = run if resume == "FOLDER" else resume
     with pytest.raises(NewerCheckpoint, match=rf"format {FORMAT + 1}, of graphmod 7\.5, .* up to {FORMAT}; install"):
         train(on_text(f"train.resume={resume}"), run)

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from graphmod.train.run import ownership
+from graphmod.train import folders as ownership
+from graphmod.train.folders import FolderInUse, owned
 from graphmod.train.run.loop import train
-from graphmod.train.run.ownership import FolderInUse, owned
-from graphmod.train.schema.run import RunConfig
+from graphmod.train.settings import RunConfig
 
 WON, LOST = 0, 3
 

@@ -9,7 +9,7 @@ from transformers import GPT2Config, LlamaConfig, Qwen3Config
 from graphmod.errors import ConfigError
 from graphmod.train.architectures import transformers_config
 from graphmod.train.run.loop import train
-from graphmod.train.schema.model import ModelConfig
+from graphmod.train.settings import ModelConfig
 
 SIZES = {"layers": 2, "hidden_size": 32, "heads": 4, "intermediate_size": 64, "max_positions": 64}
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}

@@ -21,7 +21,7 @@ from graphmod.cli.training.settings import parse
 from graphmod.decode import DecodeEngine
 from graphmod.errors import ConfigError
 from graphmod.train.run.loop import train
-from graphmod.train.schema.model import MERGED_FOLDER
+from graphmod.train.settings import MERGED_FOLDER
 
 
 @pytest.fixture

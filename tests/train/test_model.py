@@ -14,8 +14,7 @@ from graphmod.errors import ConfigError
 from graphmod.train.attention import use_static_causal_attention
 from graphmod.train.data.packing import block_mask
 from graphmod.train.model import build_model, model_config
-from graphmod.train.schema.model import LOCAL, ModelConfig
-from graphmod.train.schema.train import Precision
+from graphmod.train.settings import LOCAL, ModelConfig, Precision
 
 CPU = torch.device("cpu")
 ARCHITECTURES = ["llama", "qwen3", "gpt2"]

@@ -17,9 +17,7 @@ from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.data.windows import ShuffledEpochs
 from graphmod.train.run.hazards import check_training
 from graphmod.train.run.loop import train
-from graphmod.train.schema.data import DataConfig, Source
-from graphmod.train.schema.model import ModelConfig
-from graphmod.train.schema.run import check
+from graphmod.train.settings import DataConfig, ModelConfig, Source, check
 from graphmod.train.step.optim import learning_rates
 
 SCOPES = ("none", "per_layer", "full_iteration")

@@ -10,11 +10,10 @@ from conftest import ROOT
 
 from graphmod.cli.generation.folder import model_folder
 from graphmod.errors import ConfigError
+from graphmod.train.folders import saved_folder
 from graphmod.train.model import build_model, model_config
 from graphmod.train.run.loop import train
-from graphmod.train.saved import saved_folder
-from graphmod.train.schema.model import LOCAL, ModelConfig, check_model
-from graphmod.train.schema.train import Precision
+from graphmod.train.settings import LOCAL, ModelConfig, Precision, check_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -91,7 +90,7 @@ def test_finding_it_loads_no_torch(cache):
 
 def test_checking_settings_of_own_parts_loads_no_torch_and_no_hydra():
     code = (
-        "import sys; from graphmod.train.schema.run import RunConfig, check; config = RunConfig(); "
+        "import sys; from graphmod.train.settings import RunConfig, check; config = RunConfig(); "
         "config.model.architecture, config.model.target = 'custom', {'_target_': 'a.Net'}; "
         "config.train.loss = {'_target_': 'a.loss'}; check(config); "
         "assert not {'torch', 'hydra', 'transformers', 'a'} & {*sys.modules}"

@@ -6,16 +6,17 @@ from itertools import chain
 from pathlib import Path
 
 from graphmod.errors import ConfigError
-from graphmod.train.checkpoints.manifest import (
-    FOLDER,
+from graphmod.train.folders import (
+    CHECKPOINTS,
     MANIFEST_FILE,
     checkpoint_of,
     first_whole,
+    require_no_own_model,
     require_whole,
+    saved_folder,
     whole_model,
 )
-from graphmod.train.saved import require_no_own_model, saved_folder
-from graphmod.train.schema.model import ADAPTER_FILE
+from graphmod.train.settings import ADAPTER_FILE
 
 log = logging.getLogger("graphmod")
 
@@ -89,9 +90,9 @@ def _latest_first(folder: Path) -> list[Path]:
     """The checkpoints in a folder of runs, those of the run that saved last first, and of each run the one with most
     steps; what has lost some of its files is among them."""
     runs: dict[Path, list[Path]] = {}
-    if folder.name == FOLDER:  # that of a run
+    if folder.name == CHECKPOINTS:  # that of a run
         folder = folder.parent
-    for one in chain.from_iterable(folder.glob(f"{depth * '*/'}{FOLDER}/*") for depth in range(_DEPTH + 1)):
+    for one in chain.from_iterable(folder.glob(f"{depth * '*/'}{CHECKPOINTS}/*") for depth in range(_DEPTH + 1)):
         if one.name[0] != "." and (checkpoint_of(one) or any((one / name).is_file() for name in _CONFIGS)):
             runs.setdefault(one.parent, []).append(one)
     ordered = sorted(runs.values(), key=lambda run: max(map(_saved_at, run)), reverse=True)

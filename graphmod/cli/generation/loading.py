@@ -12,7 +12,7 @@ from graphmod.cli.stdout import say_plainly
 from graphmod.decode.engine import DecodeEngine
 from graphmod.decode.text.codec import Codec, TokenizerCodec
 from graphmod.errors import ConfigError, reason
-from graphmod.train.checkpoints.manifest import EMA_FOLDER, DamagedCheckpoint, NewerCheckpoint, read_manifest
+from graphmod.train.folders import EMA_FOLDER, DamagedCheckpoint, NewerCheckpoint, read_manifest
 from graphmod.train.lora import is_adapter
 from graphmod.train.model import no_transformers_bars
 from graphmod.train.run.device import pick_device

@@ -10,7 +10,7 @@ from enum import Enum
 from graphmod.config import BackendName, CompileMode
 from graphmod.decode.config import AttentionName, EngineConfig, GenerationConfigName, OffloadName, Sampling
 from graphmod.errors import ConfigError
-from graphmod.train.schema.train import DeviceName
+from graphmod.train.settings import DeviceName
 
 
 class GraphScope(str, Enum):

@@ -21,18 +21,15 @@ from graphmod.cli.training.peers import Peers
 from graphmod.cli.training.resumed import job_settings
 from graphmod.cli.training.settings import TRAIN, parse
 from graphmod.errors import ConfigError, GraphmodError
-from graphmod.train.checkpoints.manifest import FOLDER, checkpoints
+from graphmod.train.folders import CHECKPOINTS, checkpoints, from_here, owned
 from graphmod.train.report.display import LOG_FILE, Journal
 from graphmod.train.report.result import RESULT_FILE, RunResult
 from graphmod.train.run.assembly import plain_config
-from graphmod.train.run.folders import from_here
 from graphmod.train.run.interrupt import Aborted
 from graphmod.train.run.loop import train
-from graphmod.train.run.ownership import owned
 from graphmod.train.run.ranks import ALONE, Ranks, joined, ranks_of
 from graphmod.train.run.resume import ResumePoint, claimed, require_left
-from graphmod.train.schema.run import RunConfig
-from graphmod.train.schema.train import DeviceName
+from graphmod.train.settings import DeviceName, RunConfig
 
 _LOST_SECONDS = 3.0
 # Settings that may be paths, from the folder in which the command was typed.
@@ -290,7 +287,7 @@ def given_to_ranks(told: dict[str, Any], ranks: Ranks) -> Iterator[Start]:
     point.run_dir, point.checkpoint = Path(point.run_dir), point.checkpoint and Path(point.checkpoint)
     sys.path[:0] = [told["job"]["cwd"]] * (told["job"]["cwd"] is not None)
     with owned(point.run_dir) if ranks.first else nullcontext(), ExitStack() as held:
-        newest = next(iter(checkpoints(point.run_dir / FOLDER)), None)
+        newest = next(iter(checkpoints(point.run_dir / CHECKPOINTS)), None)
         if ranks.first and point.checkpoint is not None and newest is not None and newest > point.checkpoint:
             raise ConfigError(f"{point.run_dir} was resumed by another process just now; start again")
         yield Start(parse(told["settings"]), point, False, held, point.run_dir)
@@ -331,7 +328,7 @@ def _say_and_note(text: str, folder: Path) -> None:
 
 
 def _kept(folder: Path, job: Job) -> str:
-    newest = next(iter(checkpoints(folder / FOLDER)), None)
+    newest = next(iter(checkpoints(folder / CHECKPOINTS)), None)
     if newest is None:
         return "; no checkpoint was saved"
     return f"; the newest checkpoint is {newest}\n  to resume: {_way_on(folder, job)}"

@@ -20,11 +20,8 @@ from graphmod.cli.start import loading, own_rank, ranks_started, require_one_pro
 from graphmod.cli.stdout import end_at_once, stay_silent
 from graphmod.cli.training.settings import TRAIN
 from graphmod.errors import ConfigError
-from graphmod.train.run.folders import from_here, unused
-from graphmod.train.run.ownership import owned
-from graphmod.train.schema.parallel import ParallelMode
-from graphmod.train.schema.run import RunConfig, check
-from graphmod.train.schema.train import check_resume
+from graphmod.train.folders import from_here, owned, unused
+from graphmod.train.settings import ParallelMode, RunConfig, check, check_resume
 
 if TYPE_CHECKING:
     from graphmod.cli.training.job import Start

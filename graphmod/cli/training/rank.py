@@ -34,7 +34,7 @@ def main() -> int:
         stay_silent(lambda text: None)
     with loading(silent=bool(own_rank())):
         from graphmod.cli.training.job import Job, among_ranks, given_to_ranks
-        from graphmod.train.schema.train import DeviceName
+        from graphmod.train.settings import DeviceName
     job = Job(**told["job"])
     job.folder, job.sweep = Path(job.folder), job.sweep and Path(job.sweep)
     device = DeviceName(told["settings"]["train"]["device"])

@@ -16,13 +16,11 @@ from omegaconf import DictConfig, OmegaConf
 from graphmod.cli.errors import unknown_key
 from graphmod.cli.start import CONFIGS, ranks_started
 from graphmod.errors import ConfigError
-from graphmod.train.checkpoints.manifest import DamagedCheckpoint, read_manifest
+from graphmod.train.folders import DamagedCheckpoint, read_manifest
 from graphmod.train.run.decisive import all_settings, require_same, with_changes
 from graphmod.train.run.device import pick_device
 from graphmod.train.run.resume import AUTO, NONE, ResumePoint, newest_readable, run_of
-from graphmod.train.schema.parallel import ParallelMode
-from graphmod.train.schema.run import RunConfig
-from graphmod.train.schema.train import DeviceName
+from graphmod.train.settings import DeviceName, ParallelMode, RunConfig
 
 _RESUME = "train.resume"
 _SAID = (_RESUME, "train.steps", "train.epochs")  # what more steps mean for a run, the run says itself

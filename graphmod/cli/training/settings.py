@@ -3,7 +3,7 @@
 from omegaconf import DictConfig
 
 from graphmod.cli.app import App
-from graphmod.train.schema.run import RunConfig, check
+from graphmod.train.settings import RunConfig, check
 
 TRAIN = App(
     name="train",

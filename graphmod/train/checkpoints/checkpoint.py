@@ -20,12 +20,17 @@ from transformers import PreTrainedModel
 
 import graphmod
 from graphmod.errors import GraphmodError
-from graphmod.train.checkpoints.manifest import (
+from graphmod.train.checkpoints.plain import save_plain
+from graphmod.train.checkpoints.progress import Progress, random_state
+from graphmod.train.checkpoints.shards import FOLDER as SHARDS
+from graphmod.train.checkpoints.shards import save_shards, whole_weights
+from graphmod.train.folders import (
     EMA_FOLDER,
     FORMAT,
     MANIFEST_FILE,
     PARTS,
     STATE_FILE,
+    WEIGHTS_FILE,
     being_replaced,
     being_written,
     checkpoint_name,
@@ -33,14 +38,9 @@ from graphmod.train.checkpoints.manifest import (
     checksum,
     clear_leftovers,
 )
-from graphmod.train.checkpoints.plain import save_plain
-from graphmod.train.checkpoints.progress import Progress, random_state
-from graphmod.train.checkpoints.shards import FOLDER as SHARDS
-from graphmod.train.checkpoints.shards import save_shards, whole_weights
 from graphmod.train.lora import has_adapters, save_merged
 from graphmod.train.model import no_transformers_bars
-from graphmod.train.saved import WEIGHTS_FILE
-from graphmod.train.schema.model import MERGED_FOLDER
+from graphmod.train.settings import MERGED_FOLDER
 from graphmod.train.step import TrainStep
 
 log = logging.getLogger("graphmod")

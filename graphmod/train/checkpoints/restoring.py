@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphmod.train.checkpoints.manifest import STATE_FILE, DamagedCheckpoint
 from graphmod.train.checkpoints.plain import load_plain
 from graphmod.train.checkpoints.progress import Progress, set_random_state
 from graphmod.train.checkpoints.shards import FOLDER as SHARDS
 from graphmod.train.checkpoints.shards import by_name, load_shards, put_state, put_weights
+from graphmod.train.folders import STATE_FILE, WEIGHTS_FILE, DamagedCheckpoint
 from graphmod.train.model import dims_of, load_weights
-from graphmod.train.saved import WEIGHTS_FILE
 from graphmod.train.step import TrainStep
 from graphmod.train.step.parts import is_split, shards
 

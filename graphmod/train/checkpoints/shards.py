@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from graphmod.torch_private import REDISTRIBUTE
-from graphmod.train.checkpoints.manifest import DamagedCheckpoint
+from graphmod.train.folders import DamagedCheckpoint
 from graphmod.train.step import TrainStep
 from graphmod.train.step.parts import local, spread, whole
 

@@ -20,8 +20,7 @@ from graphmod.train.data.packing import (
     packed_next_token_loss,
 )
 from graphmod.train.data.windows import ALL, Place, WindowSampler, evaluation_starts, split, windows_at
-from graphmod.train.schema.data import PackingAttention, Source
-from graphmod.train.schema.run import RunConfig
+from graphmod.train.settings import PackingAttention, RunConfig, Source
 from graphmod.train.step.losses import next_token_loss
 
 _EVALUATION_SEED = 1

@@ -25,8 +25,7 @@ from graphmod.train.data.encode import encode_pieces, flattened, pieces
 from graphmod.train.data.encodings import not_utf8, unmarked, wide_encoding
 from graphmod.train.data.reading import row_files
 from graphmod.train.data.rows import load_rows
-from graphmod.train.schema.data import DataConfig, Documents, Source
-from graphmod.train.schema.model import LOCAL, ModelConfig
+from graphmod.train.settings import LOCAL, DataConfig, Documents, ModelConfig, Source
 from graphmod.words import counted
 
 log = logging.getLogger("graphmod")

@@ -15,8 +15,7 @@ from graphmod.errors import ConfigError
 from graphmod.train.attention import BLOCK_MASK, DOCUMENT_BOUNDS
 from graphmod.train.data.masks import inputs_of, targets_of
 from graphmod.train.data.windows import ALL, Place, WindowSampler, windows_at
-from graphmod.train.schema.data import PackingAttention
-from graphmod.train.schema.train import Precision
+from graphmod.train.settings import PackingAttention, Precision
 from graphmod.train.step.losses import IGNORED, Criterion, mean_cross_entropy, targets_counted_by
 from graphmod.train.varlen import unavailable
 

@@ -15,8 +15,7 @@ from typing import Any
 
 from graphmod.errors import ConfigError, reason
 from graphmod.train.data.encodings import not_utf8
-from graphmod.train.libraries import require_library
-from graphmod.train.schema.data import DataConfig, Documents
+from graphmod.train.settings import DataConfig, Documents, require_library
 from graphmod.words import counted
 
 _LOADERS = {

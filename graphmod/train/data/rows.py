@@ -26,7 +26,7 @@ from graphmod.train.data.encode import (
     pieces,
 )
 from graphmod.train.data.reading import open_rows, read
-from graphmod.train.schema.data import DataConfig, TrainOn
+from graphmod.train.settings import DataConfig, TrainOn
 from graphmod.words import counted
 
 log = logging.getLogger("graphmod")

@@ -18,7 +18,7 @@ from torch import Tensor
 from graphmod.errors import ConfigError
 from graphmod.train.data.corpus import Corpus
 from graphmod.train.data.masks import has_masks
-from graphmod.train.schema.data import DataConfig
+from graphmod.train.settings import DataConfig
 from graphmod.train.step.staging import pinned
 
 

@@ -18,7 +18,7 @@ from graphmod.train.checkpoints.progress import Progress
 from graphmod.train.report.flops import Utilization
 from graphmod.train.report.loggers.logger import Logger
 from graphmod.train.report.timing import StepClock, median
-from graphmod.train.schema.train import LogTo
+from graphmod.train.settings import LogTo
 
 Point = Callable[[int, dict[str, float | None]], None]
 

@@ -13,7 +13,7 @@ from graphmod.train.report.comparison import BASELINE, Row, swept
 from graphmod.train.report.plot import EMULATED, emulated, plot
 from graphmod.train.report.result import RunResult
 from graphmod.train.report.timing import unsteady
-from graphmod.train.schema.train import LogTo
+from graphmod.train.settings import LogTo
 from graphmod.words import counted
 
 JSON_FILE, MARKDOWN_FILE, PLOT_FILE, TENSORBOARD_FOLDER = (

@@ -10,9 +10,7 @@ from torch import nn
 
 from graphmod.train.model import autocast_dtype
 from graphmod.train.run.ranks import ALONE, Ranks
-from graphmod.train.schema.run import RunConfig
-from graphmod.train.schema.train import Precision
-from graphmod.train.settings import Scope
+from graphmod.train.settings import Precision, RunConfig, Scope
 from graphmod.train.step import TrainStep
 from graphmod.train.step.optim import build_optimizer, learning_rates
 from graphmod.words import counted

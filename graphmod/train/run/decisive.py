@@ -6,8 +6,7 @@ from typing import Any
 
 from graphmod.errors import ConfigError
 from graphmod.train.run.assembly import plain_config
-from graphmod.train.schema.model import ADAPTER_FILE, MERGED_FOLDER
-from graphmod.train.schema.run import RunConfig
+from graphmod.train.settings import ADAPTER_FILE, MERGED_FOLDER, RunConfig
 from graphmod.train.step.optim import learning_rates
 
 # How long a run is may change, too; what that does to its numbers, `extension` says.

@@ -5,10 +5,7 @@ import torch
 from graphmod.config import BackendName
 from graphmod.errors import ConfigError
 from graphmod.train.architectures import check_architecture
-from graphmod.train.schema.data import PackingAttention
-from graphmod.train.schema.run import RunConfig
-from graphmod.train.schema.train import DeviceName
-from graphmod.train.settings import Scope
+from graphmod.train.settings import DeviceName, PackingAttention, RunConfig, Scope
 from graphmod.train.step.optim import check_schedule
 from graphmod.train.varlen import unavailable
 

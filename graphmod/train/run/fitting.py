@@ -19,10 +19,7 @@ from graphmod.train.data.batches import Batches, Data
 from graphmod.train.data.items import Items, described
 from graphmod.train.model import autocast_dtype, build_model, require_vocabulary
 from graphmod.train.run.ranks import ALONE, Ranks
-from graphmod.train.schema.model import CUSTOM
-from graphmod.train.schema.parallel import ParallelMode
-from graphmod.train.schema.run import RunConfig
-from graphmod.train.settings import Scope
+from graphmod.train.settings import CUSTOM, ParallelMode, RunConfig, Scope
 from graphmod.train.special_tokens import set_special_tokens
 from graphmod.train.step.activations import recompute_activations
 from graphmod.train.step.losses import IGNORED, OfRows, count_targets_of, criterion_of, own_logits

@@ -19,8 +19,7 @@ from graphmod.train.model import model_config
 from graphmod.train.run.assembly import step_maker
 from graphmod.train.run.device import pick_device
 from graphmod.train.run.fitting import fitted
-from graphmod.train.schema.run import RunConfig
-from graphmod.train.settings import Scope
+from graphmod.train.settings import RunConfig, Scope
 from graphmod.train.step import TrainStep
 from graphmod.train.step.isolation import isolated
 from graphmod.train.step.losses import criterion_of

@@ -8,9 +8,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from graphmod.errors import ConfigError, GraphmodError
-from graphmod.train.checkpoints.manifest import FOLDER, checkpoints, require_whole
 from graphmod.train.data.batches import load_data, make_batches
 from graphmod.train.data.windows import Place
+from graphmod.train.folders import CHECKPOINTS, checkpoints, require_whole
 from graphmod.train.model import model_config
 from graphmod.train.report.logs import events_fail_once, log
 from graphmod.train.report.profile import profile_briefly, profile_steps
@@ -28,8 +28,7 @@ from graphmod.train.run.interrupt import Aborted
 from graphmod.train.run.ranks import ALONE, Ranks
 from graphmod.train.run.resume import ResumePoint, claimed, finished_result
 from graphmod.train.run.steps import Run
-from graphmod.train.schema.model import LOCAL
-from graphmod.train.schema.run import RunConfig
+from graphmod.train.settings import LOCAL, RunConfig
 from graphmod.train.step.isolation import isolated
 from graphmod.train.step.staging import shapes
 from graphmod.train.targets import in_words, is_own, named, passes_on
@@ -76,7 +75,7 @@ def _run(run: Run, say: Callable[[str], None]) -> RunResult:
             raise GraphmodError(f"{own}: step {run.done + 1}: {in_words(error)}") from error
         raise
     except KeyboardInterrupt:
-        raise Aborted(next(iter(checkpoints(run.folder / FOLDER)), None)) from None
+        raise Aborted(next(iter(checkpoints(run.folder / CHECKPOINTS)), None)) from None
     finally:
         run.close()
 

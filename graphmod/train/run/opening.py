@@ -10,7 +10,7 @@ from graphmod.train.data.batches import Data
 from graphmod.train.report.flops import peak_flops
 from graphmod.train.run.assembly import arrangement, device_name
 from graphmod.train.run.ranks import ALONE, Ranks
-from graphmod.train.schema.run import RunConfig
+from graphmod.train.settings import RunConfig
 from graphmod.words import counted
 
 

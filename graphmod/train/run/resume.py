@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from graphmod.errors import ConfigError, GraphmodError
-from graphmod.train.checkpoints.manifest import (
-    FOLDER,
+from graphmod.train.folders import (
+    CHECKPOINTS,
     MANIFEST_FILE,
     DamagedCheckpoint,
+    FolderInUse,
     checkpoints,
     clear_leftovers,
     first_whole,
+    owned,
     read_manifest,
     verify,
 )
@@ -23,8 +25,7 @@ from graphmod.train.report.result import RESULT_FILE, RunResult
 from graphmod.train.run.assembly import plain_config
 from graphmod.train.run.decisive import decisive_settings, differences
 from graphmod.train.run.device import pick_device
-from graphmod.train.run.ownership import FolderInUse, owned
-from graphmod.train.schema.run import RunConfig
+from graphmod.train.settings import RunConfig
 
 log = logging.getLogger("graphmod")
 
@@ -45,7 +46,7 @@ class ResumePoint:
 
 def newest_whole(run_dir: Path) -> tuple[ResumePoint | None, list[str]]:
     """The newest checkpoint of a run that is not damaged, or None; and what is wrong with each one after it."""
-    return first_whole(checkpoints(run_dir / FOLDER), lambda folder: ResumePoint(run_dir, folder, verify(folder)))
+    return first_whole(checkpoints(run_dir / CHECKPOINTS), lambda folder: ResumePoint(run_dir, folder, verify(folder)))
 
 
 def _skipping(point: ResumePoint, damage: list[str]) -> ResumePoint:
@@ -59,7 +60,7 @@ def _unfinished(run_dir: Path) -> bool:
         result = RunResult.read(run_dir)
     except (OSError, ValueError, TypeError):
         return True  # killed before it could write one
-    newest = next(iter(checkpoints(run_dir / FOLDER)), None)
+    newest = next(iter(checkpoints(run_dir / CHECKPOINTS)), None)
     # One that was extended, and killed then, has the result of before.
     return result.status != "finished" or (newest is not None and int(newest.name[5:]) > len(result.losses))
 
@@ -71,7 +72,7 @@ def holds_finished_runs(folder: Path) -> bool:
 
 def newest_readable(run_dir: Path) -> ResumePoint | None:
     """The newest checkpoint of a run whose manifest can be read, whether the rest is whole or not; None without one."""
-    return first_whole(checkpoints(run_dir / FOLDER), lambda one: ResumePoint(run_dir, one, read_manifest(one)))[0]
+    return first_whole(checkpoints(run_dir / CHECKPOINTS), lambda one: ResumePoint(run_dir, one, read_manifest(one)))[0]
 
 
 def _in_own_folder(run_dir: Path, held: ExitStack) -> ResumePoint | None:
@@ -87,7 +88,7 @@ def _in_own_folder(run_dir: Path, held: ExitStack) -> ResumePoint | None:
         damage += found
         folder = run_dir.with_name(f"{run_dir.name}_restart{number}")
         held.enter_context(owned(folder))
-        clear_leftovers(folder / FOLDER)
+        clear_leftovers(folder / CHECKPOINTS)
     if not damage:
         return None
     log.warning(f"{'; '.join(damage)}; nothing of it is changed, and this run starts from the beginning in {folder}")
@@ -103,7 +104,7 @@ def _require_no_result(run_dir: Path) -> None:
 
 
 def _unfinished_beside(run_dir: Path) -> list[Path]:
-    found = [path for path in run_dir.parent.iterdir() if path != run_dir and (path / FOLDER).is_dir()]
+    found = [path for path in run_dir.parent.iterdir() if path != run_dir and (path / CHECKPOINTS).is_dir()]
     return sorted((path for path in found if _unfinished(path)), key=lambda path: path.name, reverse=True)
 
 
@@ -127,7 +128,7 @@ def _automatic(run_dir: Path, settings: dict[str, Any], beside: bool, held: Exit
             if changed:
                 others.append((path, changed))
                 continue
-            clear_leftovers(path / FOLDER)
+            clear_leftovers(path / CHECKPOINTS)
             point, found = newest_whole(path)
             damage += found
             if point is not None and _unfinished(path):  # else its last process has ended it just now
@@ -150,7 +151,7 @@ def _automatic(run_dir: Path, settings: dict[str, Any], beside: bool, held: Exit
 
 def _require_newest(point: ResumePoint) -> None:
     """In its folder a run may resume from its newest checkpoint only: else those of two runs would mix."""
-    for folder in checkpoints(point.run_dir / FOLDER):
+    for folder in checkpoints(point.run_dir / CHECKPOINTS):
         if folder == point.checkpoint:
             return
         try:
@@ -172,9 +173,9 @@ def run_of(resume: str) -> Path:
     folder = Path(resume).absolute()
     if not folder.is_dir():
         raise ConfigError(f"train.resume={resume} is not a folder; give that of a run or of a checkpoint, auto or none")
-    if (folder / FOLDER).is_dir():
+    if (folder / CHECKPOINTS).is_dir():
         return folder
-    if folder.parent.name != FOLDER or not (folder / MANIFEST_FILE).exists():
+    if folder.parent.name != CHECKPOINTS or not (folder / MANIFEST_FILE).exists():
         raise ConfigError(
             f"train.resume={resume} is neither a run with checkpoints in it nor one of its checkpoints. To train on "
             "from a model's weights alone: model=local model.path=FOLDER"
@@ -199,7 +200,7 @@ def _named(resume: str) -> ResumePoint:
 
 
 def _require_new(run_dir: Path) -> None:
-    if checkpoints(run_dir / FOLDER):
+    if checkpoints(run_dir / CHECKPOINTS):
         raise ConfigError(
             f"{run_dir} holds the checkpoints of an earlier run, and a new one would mix with it; resume that one "
             f"(train.resume={run_dir}), or {_ELSEWHERE}"
@@ -251,7 +252,7 @@ def claimed(config: RunConfig, run_dir: Path, *, beside: bool = False, named: bo
         run_dir = run_of(resume)
     with ExitStack() as held:
         held.enter_context(owned(run_dir))
-        clear_leftovers(run_dir / FOLDER)
+        clear_leftovers(run_dir / CHECKPOINTS)
         yield _locate(resume, run_dir, settings, beside, held)
 
 

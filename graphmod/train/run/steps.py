@@ -11,11 +11,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from graphmod.config import CompileMode
 from graphmod.errors import GraphmodError
 from graphmod.train.checkpoints.checkpoint import check_room, save_checkpoint
-from graphmod.train.checkpoints.manifest import FOLDER
 from graphmod.train.checkpoints.progress import Progress, random_state
 from graphmod.train.checkpoints.restoring import restore, saved_weights
 from graphmod.train.data.batches import Batches, Data
 from graphmod.train.data.windows import Prefetcher
+from graphmod.train.folders import CHECKPOINTS
 from graphmod.train.model import dims_of, weights_dtype
 from graphmod.train.report.display import Display, Journal
 from graphmod.train.report.flops import utilization
@@ -34,8 +34,7 @@ from graphmod.train.run.opening import opening
 from graphmod.train.run.ranks import Ranks, own_seed
 from graphmod.train.run.resume import ResumePoint
 from graphmod.train.run.text_samples import Samples
-from graphmod.train.schema.run import RunConfig
-from graphmod.train.schema.train import NonFinite
+from graphmod.train.settings import NonFinite, RunConfig
 from graphmod.train.step.step import warmup_steps
 
 
@@ -82,7 +81,7 @@ class Run:
         if train.checkpoint and ranks.first:
             saves = -(-train.steps // train.checkpoint_every) if train.checkpoint_every else 1
             at_once = min(train.keep_checkpoints + 1, saves)  # an old one goes once a new one is whole
-            check_room(self.folder / FOLDER, self.model, train.ema_decay is not None, at_once)
+            check_room(self.folder / CHECKPOINTS, self.model, train.ema_decay is not None, at_once)
         before = None
         if point.checkpoint is not None:
             weights = saved_weights(point.checkpoint, self.model, weights_dtype(train.precision))
@@ -190,7 +189,7 @@ class Run:
             random,
         )
         keep, merge = self.config.train.keep_checkpoints, self.config.model.lora.merge
-        parent = self.folder / FOLDER
+        parent = self.folder / CHECKPOINTS
         parts = self.ranks if self.ranks.mesh is not None else None
         saved = save_checkpoint(parent, self.model, self.step, progress, self.corpus.tokenizer, keep, merge, parts)
         self.saved = saved

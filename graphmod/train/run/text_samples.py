@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 from graphmod.decode.text.codec import ByteCodec, TokenizerCodec
 from graphmod.train.data.batches import Data
 from graphmod.train.report.metrics import Metrics
-from graphmod.train.schema.run import RunConfig
-from graphmod.train.settings import Scope
+from graphmod.train.settings import RunConfig, Scope
 
 _SHARE_OF_PROMPT = 4  # of the positions a model has, so that a long prompt leaves room to write
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from graphmod.errors import ConfigError
 from graphmod.torch_private import Dropout
 from graphmod.trace.dispatch import is_recording
-from graphmod.train.schema.run import DRAWS_IN_COMPILED_CODE
+from graphmod.train.settings import DRAWS_IN_COMPILED_CODE
 from graphmod.train.step.draws import kept_draws
 from graphmod.wrap.layers import find_layers
 

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import get_scheduler
 
 from graphmod.errors import ConfigError, reason
-from graphmod.train.schema.optim import OptimConfig, OptimizerName, Schedule
+from graphmod.train.settings import OptimConfig, OptimizerName, Schedule
 from graphmod.train.step.muon import MuonWithAdamW
 from graphmod.train.step.parts import by_mesh
 

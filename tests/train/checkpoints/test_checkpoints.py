@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.checkpoints.checkpoint import check_room
-from graphmod.train.checkpoints.manifest import MANIFEST_FILE, DamagedCheckpoint, checkpoint_name, checkpoints, verify
+from graphmod.train.folders import MANIFEST_FILE, DamagedCheckpoint, checkpoint_name, checkpoints, verify
 from graphmod.train.run import steps
 from graphmod.train.run.loop import train
 from graphmod.train.step import TrainStep

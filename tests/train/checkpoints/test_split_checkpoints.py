@@ -18,9 +18,9 @@ from torch.distributed import checkpoint
 from transformers import AutoModelForCausalLM
 
 from graphmod.errors import ConfigError, GraphmodError
-from graphmod.train.checkpoints.manifest import verify
+from graphmod.train.folders import verify
 from graphmod.train.run.ranks import ALONE, joined
-from graphmod.train.schema.train import DeviceName
+from graphmod.train.settings import DeviceName
 
 SETTINGS = ["train.ema_decay=0.9", "optim.max_grad_norm=0.5", "train.checkpoint_every=4"]
 HALF = "checkpoints/step_00000004"

@@ -13,8 +13,7 @@ from graphmod.train.data.corpus import load_corpus
 from graphmod.train.data.masks import inputs_of
 from graphmod.train.data.rows import _kind
 from graphmod.train.run.loop import train
-from graphmod.train.schema.data import DataConfig, Source, TrainOn
-from graphmod.train.schema.model import ModelConfig
+from graphmod.train.settings import DataConfig, ModelConfig, Source, TrainOn
 
 pytest.importorskip("datasets")
 

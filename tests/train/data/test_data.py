@@ -16,8 +16,7 @@ from graphmod.train.data.windows import (
     window_starts,
     windows_at,
 )
-from graphmod.train.schema.data import DataConfig, Source
-from graphmod.train.schema.model import ModelConfig
+from graphmod.train.settings import DataConfig, ModelConfig, Source
 
 
 def text_data(*paths, **settings) -> DataConfig:

@@ -12,8 +12,7 @@ from graphmod.train.data import rows
 from graphmod.train.data.corpus import load_corpus
 from graphmod.train.data.masks import inputs_of
 from graphmod.train.run.loop import train
-from graphmod.train.schema.data import DataConfig, Documents, Source, TrainOn
-from graphmod.train.schema.model import ModelConfig
+from graphmod.train.settings import DataConfig, Documents, ModelConfig, Source, TrainOn
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }} {% if m['role'] == 'assistant' %}"

@@ -10,7 +10,7 @@ from fighters import LOST, train_until_renamed
 from processes import COPIES
 
 from graphmod.cli.training.job import Job, run_job
-from graphmod.train.checkpoints.manifest import FOLDER, checkpoints, verify
+from graphmod.train.folders import CHECKPOINTS, checkpoints, verify
 from graphmod.train.run.interrupt import Aborted, StopRequest
 from graphmod.train.run.loop import train
 
@@ -80,7 +80,7 @@ def test_the_second_during_a_checkpoint_leaves_the_one_before_and_nothing_else(o
     interrupt_save(2)
     with pytest.raises(Aborted, match=r"aborted; the newest checkpoint is .*step_00000003") as caught:
         train(on_text("train.checkpoint_every=3"), tmp_path / "run")
-    (kept,) = (tmp_path / "run" / FOLDER).iterdir()
+    (kept,) = (tmp_path / "run" / CHECKPOINTS).iterdir()
     assert caught.value.kept == kept and verify(kept)["steps_done"] == 3
     assert train(on_text(f"train.resume={tmp_path / 'run'}"), tmp_path / "unused").losses == whole.losses
 
@@ -89,7 +89,7 @@ def test_the_second_during_the_first_checkpoint_says_that_none_was_saved(on_text
     interrupt_save(1)
     with pytest.raises(Aborted, match="no checkpoint was saved"):
         train(on_text("train.checkpoint_every=3"), tmp_path)
-    assert list((tmp_path / FOLDER).iterdir()) == []
+    assert list((tmp_path / CHECKPOINTS).iterdir()) == []
 
 
 def test_what_was_kept_and_how_to_resume_it_is_said(text, tmp_path, interrupt_save, capfd):
@@ -101,7 +101,7 @@ def test_what_was_kept_and_how_to_resume_it_is_said(text, tmp_path, interrupt_sa
     said = capfd.readouterr()
     assert status == 130 and "written to" not in said.out and "Traceback" not in said.err
     *_, kept, way_on = said.err.splitlines()
-    assert kept == f"aborted; the newest checkpoint is {tmp_path / 'run' / FOLDER / 'step_00000003'}"
+    assert kept == f"aborted; the newest checkpoint is {tmp_path / 'run' / CHECKPOINTS / 'step_00000003'}"
     assert way_on.startswith("  to resume: ") and way_on.endswith(f" train.resume={tmp_path / 'run'}")
 
 
@@ -115,7 +115,7 @@ def test_a_signal_while_a_checkpoint_is_saved_ends_the_run_with_that_one(on_text
     monkeypatch.setattr(torch, "save", save)
     stopped = train(on_text("train.checkpoint_every=3"), tmp_path)
     assert stopped.status == "interrupted" and len(stopped.losses) == 3
-    assert [path.name for path in checkpoints(tmp_path / FOLDER)] == ["step_00000003"]
+    assert [path.name for path in checkpoints(tmp_path / CHECKPOINTS)] == ["step_00000003"]
 
 
 @pytest.mark.parametrize("killed", [False, True])
@@ -143,4 +143,4 @@ def test_a_checkpoint_that_is_replaced_is_never_missing(on_text, tmp_path, monke
             train(config, tmp_path)
         assert (folder / "model.safetensors").read_bytes() == b"damaged"
     assert train(config, tmp_path).losses == first.losses and verify(folder)["steps_done"] == 8
-    assert sorted(path.name for path in (tmp_path / FOLDER).iterdir()) == ["step_00000006", "step_00000008"]
+    assert sorted(path.name for path in (tmp_path / CHECKPOINTS).iterdir()) == ["step_00000006", "step_00000008"]

@@ -13,9 +13,7 @@ from graphmod.errors import ConfigError
 from graphmod.train.run.loop import train
 from graphmod.train.run.ranks import ALONE, joined
 from graphmod.train.run.resume import claimed
-from graphmod.train.schema.data import DataConfig, Source
-from graphmod.train.schema.model import ModelConfig
-from graphmod.train.schema.train import DeviceName
+from graphmod.train.settings import DataConfig, DeviceName, ModelConfig, Source
 
 SCOPES = ("none", "per_layer", "full_iteration")
 SETTINGS = [*TINY, "train.eval_every=4", "train.eval_batches=3", "train.deterministic=true", "train.ema_decay=0.9"]

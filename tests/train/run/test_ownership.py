@@ -14,11 +14,10 @@ from processes import COPIES
 
 from graphmod.cli.training.main import main
 from graphmod.errors import GraphmodError
-from graphmod.train.checkpoints.manifest import FOLDER, checkpoints, verify
+from graphmod.train import folders as ownership
+from graphmod.train.folders import CHECKPOINTS, FolderInUse, checkpoints, owned, verify
 from graphmod.train.report.result import RunResult
-from graphmod.train.run import ownership
 from graphmod.train.run.loop import train
-from graphmod.train.run.ownership import FolderInUse, owned
 from graphmod.train.run.resume import claimed
 
 
@@ -109,7 +108,7 @@ def test_two_processes_that_fight_for_a_run_and_are_killed_at_any_moment_lose_an
                 assert process.exitcode in (WON, LOST, -signal.SIGKILL)
                 refused += process.exitcode == LOST
                 alive.remove(process)
-            done = [int(path.name[5:]) for path in checkpoints(run / FOLDER)]
+            done = [int(path.name[5:]) for path in checkpoints(run / CHECKPOINTS)]
             assert not furthest or max(done) >= furthest, "a checkpoint was lost"
             furthest = max(done, default=0)
     finally:
@@ -117,7 +116,7 @@ def test_two_processes_that_fight_for_a_run_and_are_killed_at_any_moment_lose_an
             process.kill()
     assert train(config, run).losses == whole.losses
     assert RunResult.read(run).status == "finished"
-    assert sorted(path.name for path in (run / FOLDER).iterdir()) == ["step_00000059", "step_00000060"]
+    assert sorted(path.name for path in (run / CHECKPOINTS).iterdir()) == ["step_00000059", "step_00000060"]
 
 
 def test_two_fresh_runs_do_not_share_a_folder(text, tmp_path):
@@ -133,7 +132,7 @@ def test_two_fresh_runs_do_not_share_a_folder(text, tmp_path):
     running.send_signal(signal.SIGTERM)
     said, complained = running.communicate(timeout=60)
     assert running.returncode == 143, complained
-    newest = checkpoints(tmp_path / "run" / FOLDER)[0]
+    newest = checkpoints(tmp_path / "run" / CHECKPOINTS)[0]
     assert f"saved in {newest}" in said and verify(newest)
 
 

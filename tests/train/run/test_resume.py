@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM
 
 from graphmod.errors import ConfigError
-from graphmod.train.checkpoints.manifest import checkpoints
+from graphmod.train.folders import checkpoints
 from graphmod.train.run.assembly import plain_config
 from graphmod.train.run.decisive import other_ranks
 from graphmod.train.run.loop import train

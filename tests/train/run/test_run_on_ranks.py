@@ -10,7 +10,7 @@ from group import on_ranks
 from graphmod.train.run.loop import train
 from graphmod.train.run.ranks import ALONE, joined
 from graphmod.train.run.resume import claimed
-from graphmod.train.schema.train import DeviceName
+from graphmod.train.settings import DeviceName
 
 SCOPES = ("none", "per_layer", "full_iteration")
 SETTINGS = [*TINY, "data=text", "train.eval_every=4", "train.eval_batches=3", "train.deterministic=true"]

@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from graphmod.cli.training.settings import parse
 from graphmod.errors import ConfigError
 from graphmod.train.run.ranks import ALONE, joined, ranks_of
-from graphmod.train.schema.train import DeviceName
+from graphmod.train.settings import DeviceName
 from graphmod.train.step.parts import is_split
 from graphmod.train.step.tensor_parallel import split_layers
 

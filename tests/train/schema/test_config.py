@@ -12,10 +12,8 @@ from graphmod.cli.start import CONFIGS
 from graphmod.cli.training.main import main
 from graphmod.cli.training.settings import parse
 from graphmod.errors import ConfigError
-from graphmod.train.run.folders import job_folder
-from graphmod.train.schema.run import RunConfig
-from graphmod.train.schema.train import Precision
-from graphmod.train.settings import Scope
+from graphmod.train.folders import job_folder
+from graphmod.train.settings import Precision, RunConfig, Scope
 
 
 def complaint(*overrides: str) -> str:

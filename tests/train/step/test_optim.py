@@ -10,8 +10,7 @@ from transformers import get_scheduler
 from graphmod.errors import ConfigError
 from graphmod.train.model import build_model, model_config
 from graphmod.train.run.loop import train
-from graphmod.train.schema.optim import OptimConfig, OptimizerName, Schedule
-from graphmod.train.schema.train import Precision
+from graphmod.train.settings import OptimConfig, OptimizerName, Precision, Schedule
 from graphmod.train.step.muon import MuonWithAdamW
 from graphmod.train.step.optim import build_optimizer, learning_rates
 

@@ -17,8 +17,7 @@ from graphmod.train.model import build_model, model_config
 from graphmod.train.run.assembly import plain_config
 from graphmod.train.run.decisive import decisive_settings
 from graphmod.train.run.loop import train
-from graphmod.train.schema.data import PackingAttention
-from graphmod.train.schema.train import Precision
+from graphmod.train.settings import PackingAttention, Precision
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SCOPES = ["per_layer", "full_iteration"]

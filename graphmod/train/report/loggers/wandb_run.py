@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from graphmod.errors import GraphmodError, reason
-from graphmod.train.libraries import require_library
 from graphmod.train.report.loggers.logger import Logger, named
+from graphmod.train.settings import require_library
 
 ID_FILE = "wandb_id.txt"
 _PROJECT = "graphmod"
