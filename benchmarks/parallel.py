@@ -41,7 +41,7 @@ def make_step(mode: str, shape: dict[str, int], rank: int, ranks: int) -> tuple[
     from torch.nn.parallel import DistributedDataParallel
 
     from graphmod import CUDAGraphModule, graph_layers
-    from graphmod.train.step.step import next_token_loss
+    from graphmod.train.step import next_token_loss
 
     model, optimizer = build(shape)
     if mode in COMPILED:
@@ -78,7 +78,7 @@ def _compiled(model: Any, optimizer: Any, ranks: int) -> tuple[Any, list[Any]]:
     from torch import distributed
 
     from graphmod.train.settings import TrainGraphConfig
-    from graphmod.train.step.step import TrainStep
+    from graphmod.train.step import TrainStep
 
     step = TrainStep(
         model,
@@ -126,7 +126,7 @@ def _by_hand(model: Any, optimizer: Any, shape: dict[str, int], ranks: int) -> A
     import torch
     from torch import distributed
 
-    from graphmod.train.step.step import next_token_loss
+    from graphmod.train.step import next_token_loss
 
     parameters = list(model.parameters())
     flat = torch.zeros(sum(p.numel() for p in parameters), device="cuda", dtype=parameters[0].dtype)

@@ -75,7 +75,7 @@ def make_step(mode: str, shape: dict[str, int]) -> tuple[Any, Any]:
     import torch
 
     from graphmod.train.settings import TrainGraphConfig
-    from graphmod.train.step.step import TrainStep, next_token_loss
+    from graphmod.train.step import TrainStep, next_token_loss
 
     model, optimizer = build(shape)
     if mode in OURS:

@@ -33,7 +33,7 @@ SECTIONS = {
         "graphmod.check.order": ["Divergence", "Stand"],
     },
     "Training": {
-        "graphmod.train.step.step": ["TrainStep"],
+        "graphmod.train.step": ["TrainStep"],
         "graphmod.train.settings": ["TrainGraphConfig", "Scope"],
         "graphmod.train.attention": ["use_static_causal_attention"],
     },

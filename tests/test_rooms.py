@@ -21,8 +21,20 @@ WITHIN = {
         *("attention", "text", "prefill", "verification", "batching", "engine"),
     ),
     "train": (
-        *("folders", "targets", "settings", "varlen", "architectures", "attention", "lora", "model", "special_tokens"),
-        *("step", "checkpoints", "data", "report", "run"),
+        *(
+            "folders",
+            "targets",
+            "settings",
+            "attention",
+            "loss",
+            "model",
+            "parallel",
+            "draws",
+            "activations",
+            "compile",
+            "optim",
+        ),
+        *("step", "device", "checkpoints", "data", "report", "run"),
     ),
     "cli": (*("stdout", "start", "errors", "app", "training", "generation", "serving", "main"),),
 }

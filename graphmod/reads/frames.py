@@ -57,7 +57,7 @@ _NOT_OF_STDLIB = tuple(
     )
 )
 _OF_CORE = (CORE + "train" + os.sep, CORE + "decode" + os.sep, CORE + os.path.join("ranks", "data_parallel.py"))
-_NOT_OF_CORE = CORE + os.path.join("train", "step", "draws.py")  # what a forward keeps for its own backward
+_NOT_OF_CORE = CORE + os.path.join("train", "draws.py")  # what a forward keeps for its own backward
 # Where dynamo compiles, and where it runs code of its own that it has written out.
 _DYNAMO = os.path.join(*DYNAMO.split("."), "")
 _COMPILES = tuple(_DYNAMO + name for name in ("convert_frame.py", "guards.py"))

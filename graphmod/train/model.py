@@ -8,14 +8,242 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
-from graphmod.errors import ConfigError
-from graphmod.train.architectures import transformers_config
+from graphmod.decode.text.codec import SpecialTokens, special_ids
+from graphmod.errors import ConfigError, reason
 from graphmod.train.attention import use_static_causal_attention
-from graphmod.train.lora import add_adapters, is_adapter
-from graphmod.train.settings import CUSTOM, LOCAL, ModelConfig, Precision
+from graphmod.train.settings import ADAPTER_FILE, CUSTOM, LOCAL, LoraSettings, ModelConfig, Precision, require_library
 from graphmod.train.targets import located, made, named, taken_by
+from graphmod.words import nearest
+
+# -- from the sizes that settings name to the config of a transformers model -------------------------------------------
+
+# Under which names the configs of transformers know a size; its own `attribute_map` counts as well. All that are there
+# are set.
+_NAMES = {
+    "layers": ("num_hidden_layers", "n_layers"),
+    "hidden_size": ("hidden_size", "d_model"),
+    "heads": ("num_attention_heads", "n_heads"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
+    "head_dim": ("head_dim",),
+    "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim"),
+    "max_positions": ("max_position_embeddings", "max_seq_len"),
+    "tie_embeddings": ("tie_word_embeddings",),
+    "dropout": ("embd_pdrop", "attn_pdrop", "resid_pdrop", "hidden_dropout", "dropout"),
+    "rope_theta": ("rope_parameters",),
+}
+_NEEDED = ("layers", "hidden_size", "heads", "intermediate_size", "max_positions")
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # those of the data are set later
+
+
+def _names_of(config: PretrainedConfig, size: str) -> list[str]:
+    """What the config calls a size, by the names that it saves; none where it has no such thing."""
+    saved, other = config.to_dict(), config.attribute_map
+    found = (other.get(name, name) for name in _NAMES[size])
+    return [name for name in dict.fromkeys(found) if name in saved]
+
+
+def _default_config(kind: str) -> PretrainedConfig:
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        near = nearest(kind, [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, CUSTOM, LOCAL])
+        hint = f"; did you mean {near}?" if near else "."
+        what = "a model of transformers that predicts no next token" if kind in CONFIG_MAPPING else "not known"
+        raise ConfigError(
+            f"model.architecture={kind} is {what}{hint} Choose a model type that AutoModelForCausalLM builds, such as "
+            "llama, qwen3, gpt2 or mistral; local; or custom"
+        )
+    return AutoConfig.for_model(kind)
+
+
+def _rope(kind: str, config: PretrainedConfig, theta: float) -> dict[str, Any]:
+    known = config.rope_parameters
+    if not isinstance(known, dict) or "rope_theta" not in known:
+        raise ConfigError(
+            f"model.rope_theta is one number and {kind} has several, or none; set model.options.rope_parameters={known}"
+        )
+    return {**known, "rope_theta": theta}
+
+
+def _config_settings(model: ModelConfig, default: PretrainedConfig) -> dict[str, Any]:
+    kind, given = model.architecture, model.given()
+    given.pop("vocab_size", None)
+    found: dict[str, Any] = dict.fromkeys(_TOKENS)
+    for size in _NAMES:
+        names = _names_of(default, size)
+        value = given.get(size)
+        if value is not None and not names:
+            own = [name for name in default.to_dict() if size in name]
+            more = f", or set what it has: {', '.join(f'model.options.{name}' for name in own)}" if own else ""
+            raise ConfigError(f"model.{size} does not exist in {kind}; drop it (model.{size}=null){more}")
+        if value is None and size in _NEEDED and names and not {*names, *_NAMES[size]} & {*model.options}:
+            raise ConfigError(f"model.{size} is not set; model.architecture={kind} needs it")
+        if value is None and size == "kv_heads":
+            value = model.heads
+        elif value is None and size == "head_dim" and model.hidden_size and model.heads:
+            value = model.hidden_size // model.heads
+        elif value is None and size in ("tie_embeddings", "dropout"):
+            value = False if size == "tie_embeddings" else 0.0
+        elif value is not None and size == "rope_theta":
+            value = _rope(kind, default, value)
+        if value is not None:
+            found |= dict.fromkeys(names, value)
+    return found | _options(model, default, found)
+
+
+def _options(model: ModelConfig, default: PretrainedConfig, found: dict[str, Any]) -> dict[str, Any]:
+    known = {**default.to_dict(), **dict.fromkeys(default.attribute_map)}
+    sizes = {name: size for size in _NAMES for name in (*_names_of(default, size), *_NAMES[size])}
+    for name, value in model.options.items():
+        if name not in known or name in ("model_type", "transformers_version"):
+            near = nearest(name, known)
+            hint = f"; did you mean model.options.{near}?" if near else ""
+            raise ConfigError(f"model.options.{name}={value} does not exist in {model.architecture}{hint}")
+        size = "vocab_size" if name == "vocab_size" else sizes.get(name)
+        if size is not None and getattr(model, size) is not None:
+            raise ConfigError(
+                f"model.options.{name}={value} and model.{size}={getattr(model, size)} set the same; drop one of them"
+            )
+    return {default.attribute_map.get(name, name): value for name, value in model.options.items()}
+
+
+def transformers_config(model: ModelConfig, vocab_size: int) -> PretrainedConfig:
+    """The config of a model with random weights.
+
+    Args:
+        model: checked settings; `architecture` is a model type of transformers.
+        vocab_size: of the model.
+
+    Raises:
+        ConfigError: there is no such architecture, or not as a causal language model; it lacks a size that is given,
+            or one that it needs is not; transformers refuses the sizes.
+    """
+    kind = model.architecture
+    default = _default_config(kind)
+    settings = {"vocab_size": vocab_size, **_config_settings(model, default)}
+    try:
+        config = AutoConfig.for_model(kind, **settings)
+    except Exception as error:  # its validation raises what it likes
+        said = " ".join(str(error).split()) or reason(error)
+        raise ConfigError(f"transformers refuses these sizes of model.architecture={kind}: {said}") from error
+    head = getattr(config, "head_dim", None) or (model.hidden_size or 0) // (model.heads or 1)
+    if getattr(config, "rope_parameters", None) and head % 2:
+        raise ConfigError(
+            f"rotary embeddings need an even size of a head, got {head} (model.head_dim, or hidden_size / heads)"
+        )
+    return config
+
+
+def check_architecture(model: ModelConfig) -> None:
+    """Raises ConfigError where `transformers_config` does."""
+    if model.architecture not in (LOCAL, CUSTOM):
+        transformers_config(model, model.vocab_size or 1)
+
+
+# -- low-rank adapters (LoRA) of the `peft` library (the extra `lora`) on a saved model --------------------------------
+# The model keeps its class and its layers: graphs, checkpoints and sampling see a transformers model as without
+# adapters.
+
+
+def add_adapters(model: PreTrainedModel, settings: LoraSettings, base: str) -> PreTrainedModel:
+    """Puts adapters into `model`, in place, freezes all else, and returns it. Draws from torch's random generators.
+
+    Args:
+        model: a transformers model, loaded from `base`.
+        settings: with `r` set.
+        base: the folder of the model, which adapters are saved with.
+
+    Raises:
+        ConfigError: `peft` is not installed, or the model has no such modules.
+    """
+    require_library("peft", "lora", f"model.lora.r={settings.r}")
+    from peft import LoraConfig
+
+    targets = settings.target_modules
+    given: dict[str, Any] = {"r": settings.r, "lora_alpha": settings.alpha, "lora_dropout": settings.dropout}
+    config = LoraConfig(
+        target_modules="all-linear" if targets == ["all-linear"] else targets,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=str(Path(base).resolve()),
+        **given,
+    )
+    try:
+        model.add_adapter(config)
+    except ValueError as error:
+        raise ConfigError(
+            f"model.lora.target_modules={'null' if targets is None else list(targets)} cannot be used with "
+            f"{type(model).__name__}: {reason(error)} Its linear layers are {', '.join(_linear_names(model))}"
+        ) from error
+    return model
+
+
+def _linear_names(model: PreTrainedModel) -> list[str]:
+    found = (name for name, module in model.named_modules() if "Linear" in type(module).__name__)
+    return sorted({name.rpartition(".")[2] for name in found})
+
+
+def has_adapters(model: PreTrainedModel) -> bool:
+    """Whether `model` was given adapters."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether `folder` holds adapters and not a whole model. Raises ConfigError where `peft` is needed and missing."""
+    found = (folder / ADAPTER_FILE).is_file()
+    if found:
+        require_library("peft", "lora", f"{folder}, which holds LoRA adapters,")
+    return found
+
+
+def save_merged(model: PreTrainedModel, adapters: Path, folder: Path) -> None:
+    """Writes to `folder` the whole model that the adapters of `model`, saved in `adapters`, and their base make, with
+    the special tokens of `model`."""
+    from peft import PeftConfig, PeftModel
+
+    base = AutoModelForCausalLM.from_pretrained(
+        PeftConfig.from_pretrained(str(adapters)).base_model_name_or_path, dtype="auto", local_files_only=True
+    )
+    with torch.no_grad():
+        merged = PeftModel.from_pretrained(base, adapters).merge_and_unload()
+    for name in ("config", "generation_config"):
+        of_merged, trained = getattr(merged, name), getattr(model, name)
+        if of_merged is not None and trained is not None:
+            of_merged.bos_token_id, of_merged.eos_token_id = trained.bos_token_id, trained.eos_token_id
+    merged.save_pretrained(folder)
+
+
+# -- the special tokens of the data ------------------------------------------------------------------------------------
+
+
+def _ids(found: int | list[int] | None) -> list[int]:
+    return [] if found is None else [found] if isinstance(found, int) else list(found)
+
+
+def set_special_tokens(model: PreTrainedModel, tokenizer: Any) -> None:
+    """Sets `bos_token_id` and `eos_token_id` in the model's config and generation config, so that generation with its
+    checkpoints stops where a document ends.
+
+    End tokens that a saved model already has, such as the end of a turn in a chat, are kept if they are special tokens
+    of this tokenizer; other ids belong to some other tokenizer and are dropped.
+
+    Args:
+        model: changed in place.
+        tokenizer: the transformers tokenizer of the training data.
+    """
+    known = set(special_ids(tokenizer).values())
+    end = _ids(SpecialTokens.of(tokenizer).end)
+    configs: list[Any] = [model.config, model.generation_config]
+    for config in configs:
+        if config is None:
+            continue
+        ends = list(dict.fromkeys([*end, *(one for one in _ids(config.eos_token_id) if one in known)]))
+        config.eos_token_id = ends[0] if len(ends) == 1 else ends or None
+        config.bos_token_id = tokenizer.bos_token_id
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
 
 log = logging.getLogger("graphmod")
 

@@ -2,13 +2,13 @@
 
 The YAML files in `configs/` fill these classes in, and `cli/app.py` turns a composed config into them. Nothing here
 loads PyTorch, which takes seconds: what is wrong is said at once. What is asked of the device and of the libraries,
-`train/run/device.py` looks at. Checks read nothing but file names and change nothing, save `data.path` and `train.log`,
+`train/device.py` looks at. Checks read nothing but file names and change nothing, save `data.path` and `train.log`,
 which they make lists, `model.path`, which becomes a folder, and `data.seq_len`, which is the longest of `data.buckets`.
 """
 
 import math
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
@@ -844,3 +844,14 @@ def check(config: RunConfig) -> None:
         graph.compile is CompileMode.none or not (train.activation_checkpointing and draws),
         DRAWS_IN_COMPILED_CODE,
     )
+
+
+def plain_config(config: RunConfig) -> dict[str, Any]:
+    """The settings as plain dicts, lists, strings and numbers."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(inner) for key, inner in value.items()}
+        return value.value if isinstance(value, Enum) else value
+
+    return plain(asdict(config))

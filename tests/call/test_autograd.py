@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from graphmod import CUDAGraphModule, GraphmodError
-from graphmod.train.step.draws import kept_draws
+from graphmod.train.activations import kept_draws
 
 
 class Two(nn.Module):

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from graphmod import CUDAGraphModule, check, graph_layers
 from graphmod.step import gradients
 from graphmod.train.settings import TrainGraphConfig
-from graphmod.train.step.step import TrainStep
+from graphmod.train.step import TrainStep
 
 
 class Checkpointed(Net):

@@ -7,7 +7,7 @@ import torch
 from transformers import GPT2Config, LlamaConfig, Qwen3Config
 
 from graphmod.errors import ConfigError
-from graphmod.train.architectures import transformers_config
+from graphmod.train.model import transformers_config
 from graphmod.train.run.loop import train
 from graphmod.train.settings import ModelConfig
 

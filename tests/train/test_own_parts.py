@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 from graphmod.cli.generation.folder import model_folder
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.data.windows import ShuffledEpochs
+from graphmod.train.optim import learning_rates
 from graphmod.train.run.hazards import check_training
 from graphmod.train.run.loop import train
 from graphmod.train.settings import DataConfig, ModelConfig, Source, check
-from graphmod.train.step.optim import learning_rates
 
 SCOPES = ("none", "per_layer", "full_iteration")
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from graphmod import CUDAGraphModule, graph_layers
 from graphmod.train.attention import use_static_causal_attention
 from graphmod.train.settings import Scope
-from graphmod.train.step.step import TrainStep, next_token_loss
+from graphmod.train.step import TrainStep, next_token_loss
 
 SMALL = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}

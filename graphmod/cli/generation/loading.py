@@ -12,11 +12,9 @@ from graphmod.cli.stdout import say_plainly
 from graphmod.decode.engine import DecodeEngine
 from graphmod.decode.text.codec import Codec, TokenizerCodec
 from graphmod.errors import ConfigError, reason
+from graphmod.train.device import pick_device
 from graphmod.train.folders import EMA_FOLDER, DamagedCheckpoint, NewerCheckpoint, read_manifest
-from graphmod.train.lora import is_adapter
-from graphmod.train.model import no_transformers_bars
-from graphmod.train.run.device import pick_device
-from graphmod.train.special_tokens import set_special_tokens
+from graphmod.train.model import is_adapter, no_transformers_bars, set_special_tokens
 from graphmod.words import counted
 
 _DTYPES = {Precision.saved: "auto", Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16}

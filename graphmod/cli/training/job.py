@@ -24,12 +24,11 @@ from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.folders import CHECKPOINTS, checkpoints, from_here, owned
 from graphmod.train.report.display import LOG_FILE, Journal
 from graphmod.train.report.result import RESULT_FILE, RunResult
-from graphmod.train.run.assembly import plain_config
 from graphmod.train.run.interrupt import Aborted
 from graphmod.train.run.loop import train
 from graphmod.train.run.ranks import ALONE, Ranks, joined, ranks_of
 from graphmod.train.run.resume import ResumePoint, claimed, require_left
-from graphmod.train.settings import DeviceName, RunConfig
+from graphmod.train.settings import DeviceName, RunConfig, plain_config
 
 _LOST_SECONDS = 3.0
 # Settings that may be paths, from the folder in which the command was typed.

@@ -21,7 +21,7 @@ def parse(settings: DictConfig | dict) -> RunConfig:
     """
     config = TRAIN.typed(settings)
     check(config)
-    from graphmod.train.run.device import check_device  # loads PyTorch
+    from graphmod.train.device import check_device  # loads PyTorch
 
     check_device(config)
     return config

@@ -38,8 +38,7 @@ from graphmod.train.folders import (
     checksum,
     clear_leftovers,
 )
-from graphmod.train.lora import has_adapters, save_merged
-from graphmod.train.model import no_transformers_bars
+from graphmod.train.model import has_adapters, no_transformers_bars, save_merged
 from graphmod.train.settings import MERGED_FOLDER
 from graphmod.train.step import TrainStep
 

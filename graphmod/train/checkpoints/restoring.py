@@ -13,8 +13,8 @@ from graphmod.train.checkpoints.shards import FOLDER as SHARDS
 from graphmod.train.checkpoints.shards import by_name, load_shards, put_state, put_weights
 from graphmod.train.folders import STATE_FILE, WEIGHTS_FILE, DamagedCheckpoint
 from graphmod.train.model import dims_of, load_weights
+from graphmod.train.parallel import is_split, shards
 from graphmod.train.step import TrainStep
-from graphmod.train.step.parts import is_split, shards
 
 
 def load_training_state(folder: Path) -> dict[str, Any]:

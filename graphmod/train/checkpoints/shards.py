@@ -16,8 +16,8 @@ from torch import Tensor, distributed, nn
 
 from graphmod.torch_private import REDISTRIBUTE
 from graphmod.train.folders import DamagedCheckpoint
+from graphmod.train.parallel import local, spread, whole
 from graphmod.train.step import TrainStep
-from graphmod.train.step.parts import local, spread, whole
 
 FOLDER = "shards"
 _OPTIMIZER, _EMA = "optimizer", "ema"

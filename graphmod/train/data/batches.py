@@ -11,7 +11,6 @@ from torch import Tensor
 from graphmod.train.data.buckets import BucketSampler, padded_next_token_loss
 from graphmod.train.data.corpus import Corpus, load_corpus
 from graphmod.train.data.items import Items, ItemSampler, evaluation_batches
-from graphmod.train.data.masks import has_masks
 from graphmod.train.data.packing import (
     PackedSampler,
     choose_attention,
@@ -20,8 +19,8 @@ from graphmod.train.data.packing import (
     packed_next_token_loss,
 )
 from graphmod.train.data.windows import ALL, Place, WindowSampler, evaluation_starts, split, windows_at
+from graphmod.train.loss import has_masks, next_token_loss
 from graphmod.train.settings import PackingAttention, RunConfig, Source
-from graphmod.train.step.losses import next_token_loss
 
 _EVALUATION_SEED = 1
 

@@ -1,7 +1,7 @@
 """Documents of different lengths in batches of a few fixed shapes.
 
 A batch is int64 (A, B, S + 1) for one of the bucket lengths S; padding, at the end of each row, is a
-token 0 that is only read (`train/data/masks.py`). All buckets
+token 0 that is only read (`train/loss.py`). All buckets
 hold the same number of tokens: shorter ones have more rows. Attention is causal, so real tokens see no padding.
 """
 
@@ -13,14 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.errors import ConfigError
-from graphmod.train.data.masks import PADDING, has_masks, inputs_of, targets_of
 from graphmod.train.data.windows import ALL, Place, Sampler, ShuffledEpochs
-from graphmod.train.step.losses import (
+from graphmod.train.loss import (
+    PADDING,
     Criterion,
     Forward,
+    has_masks,
+    inputs_of,
     mean_cross_entropy,
     require_tokens,
     targets_counted_by,
+    targets_of,
     transformers_logits,
 )
 

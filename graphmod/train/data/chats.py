@@ -10,7 +10,7 @@ import numpy as np
 from graphmod.decode.text.codec import TokenizerCodec
 from graphmod.errors import ConfigError, reason
 from graphmod.train.data.encode import Encoder, array, halves, masked_before
-from graphmod.train.data.masks import masked
+from graphmod.train.loss import masked
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _SAYS = ("content", "tool_calls", "function_call", "reasoning_content", "thinking")

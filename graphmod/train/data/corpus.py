@@ -43,7 +43,7 @@ class Corpus:
 
     Attributes:
         tokens: (N,) uint8 for bytes of files, else int32. Those that are only read, and not trained on, stand there as
-            their complement (`train/data/masks.py`).
+            their complement (`train/loss.py`).
         vocab_size: every token is from 0 to below it.
         tokenizer: the transformers tokenizer, or None for bytes and random tokens.
         description: what it is, for people.

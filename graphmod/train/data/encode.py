@@ -19,7 +19,7 @@ from tqdm import tqdm
 from transformers import BatchEncoding
 
 from graphmod.decode.text.codec import TokenizerCodec
-from graphmod.train.data.masks import masked
+from graphmod.train.loss import masked
 
 _BATCH, _MOST_TOGETHER = 1 << 21, 4096  # characters, documents
 _LONG, _CONTEXT, _MOST_TRIES = 1 << 16, 256, 64

@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from graphmod.errors import ConfigError
 from graphmod.train.data.windows import ALL, Place, Sampler, evenly
+from graphmod.train.loss import IGNORED, causal_lm_loss, next_token_loss
 from graphmod.train.settings import DataConfig, Source
-from graphmod.train.step.losses import IGNORED, causal_lm_loss, next_token_loss
 from graphmod.train.targets import in_words, located, made, named, passes_on, taken_by
 from graphmod.words import counted
 

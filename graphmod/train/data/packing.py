@@ -12,12 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.errors import ConfigError
-from graphmod.train.attention import BLOCK_MASK, DOCUMENT_BOUNDS
-from graphmod.train.data.masks import inputs_of, targets_of
+from graphmod.train.attention import BLOCK_MASK, DOCUMENT_BOUNDS, unavailable
 from graphmod.train.data.windows import ALL, Place, WindowSampler, windows_at
+from graphmod.train.loss import IGNORED, Criterion, inputs_of, mean_cross_entropy, targets_counted_by, targets_of
 from graphmod.train.settings import PackingAttention, Precision
-from graphmod.train.step.losses import IGNORED, Criterion, mean_cross_entropy, targets_counted_by
-from graphmod.train.varlen import unavailable
 
 log = logging.getLogger("graphmod")
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from graphmod.errors import ConfigError
 from graphmod.train.data.corpus import Corpus
-from graphmod.train.data.masks import has_masks
+from graphmod.train.loss import has_masks
 from graphmod.train.settings import DataConfig
-from graphmod.train.step.staging import pinned
+from graphmod.train.step import pinned
 
 
 def split(corpus: Corpus, data: DataConfig) -> tuple[Tensor, Tensor]:

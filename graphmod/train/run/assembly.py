@@ -1,37 +1,17 @@
 """Small parts that a run is put together from: its settings as plain values, its training step."""
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
-from enum import Enum
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from graphmod.train.model import autocast_dtype
+from graphmod.train.optim import build_optimizer, learning_rates
+from graphmod.train.parallel import shard, split_layers
 from graphmod.train.run.ranks import ALONE, Ranks
 from graphmod.train.settings import Precision, RunConfig, Scope
 from graphmod.train.step import TrainStep
-from graphmod.train.step.optim import build_optimizer, learning_rates
-from graphmod.words import counted
-
-
-def plain_config(config: RunConfig) -> dict[str, Any]:
-    """The settings as plain dicts, lists, strings and numbers."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(inner) for key, inner in value.items()}
-        return value.value if isinstance(value, Enum) else value
-
-    return plain(asdict(config))
-
-
-def device_name(device: torch.device) -> str:
-    """The name of a device, for people."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU, {counted(torch.get_num_threads(), 'thread')}"
 
 
 def arrangement(config: RunConfig, ranks: Ranks) -> str:
@@ -47,14 +27,10 @@ def divide(config: RunConfig, model: nn.Module, ranks: Ranks) -> None:
     """
     if ranks.mesh is None:
         return
-    # Loaded here, because it takes a second and few runs need it. Layers are split before they are sharded.
+    # Layers are split before they are sharded.
     if "tp" in ranks.mesh.mesh_dim_names:
-        from graphmod.train.step.tensor_parallel import split_layers
-
         split_layers(model, ranks.mesh["tp"])
     if "dp" in ranks.mesh.mesh_dim_names:
-        from graphmod.train.step.fully_sharded import shard
-
         reshard, dtype = config.parallel.reshard_after_forward, autocast_dtype(config.train.precision)
         shard(model, ranks.mesh["dp"], reshard_after_forward=reshard, dtype=dtype)
 

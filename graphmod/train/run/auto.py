@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from graphmod.train.device import release_memory
 from graphmod.train.report.timing import StepClock, percentile, unsteady
 from graphmod.train.run.ranks import ALONE, Ranks
 from graphmod.train.settings import Scope
 from graphmod.train.step import TrainStep
-from graphmod.train.step.isolation import release_memory
 from graphmod.words import counted
 
 log = logging.getLogger("graphmod")

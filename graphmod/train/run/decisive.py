@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from graphmod.errors import ConfigError
-from graphmod.train.run.assembly import plain_config
-from graphmod.train.settings import ADAPTER_FILE, MERGED_FOLDER, RunConfig
-from graphmod.train.step.optim import learning_rates
+from graphmod.train.optim import learning_rates
+from graphmod.train.settings import ADAPTER_FILE, MERGED_FOLDER, RunConfig, plain_config
 
 # How long a run is may change, too; what that does to its numbers, `extension` says.
 _LENGTH = {"train.steps"}

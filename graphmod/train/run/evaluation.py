@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.step.entry import GraphStats
+from graphmod.train.loss import count_targets_of, weighted_mean
 from graphmod.train.run.ranks import ALONE, Ranks
-from graphmod.train.step import TrainStep
-from graphmod.train.step.losses import count_targets_of, weighted_mean
-from graphmod.train.step.staging import microbatches, on_device
+from graphmod.train.step import TrainStep, microbatches, on_device
 
 _COUNTERS = ("captures", "replays", "eager_calls", "failures", "capture_seconds", "copied_bytes", "verified")
 

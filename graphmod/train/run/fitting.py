@@ -14,16 +14,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from graphmod.config import CompileMode
 from graphmod.errors import ConfigError
+from graphmod.train.activations import recompute_activations
 from graphmod.train.attention import NAME
 from graphmod.train.data.batches import Batches, Data
 from graphmod.train.data.items import Items, described
-from graphmod.train.model import autocast_dtype, build_model, require_vocabulary
+from graphmod.train.loss import IGNORED, OfRows, count_targets_of, criterion_of, own_logits
+from graphmod.train.model import autocast_dtype, build_model, require_vocabulary, set_special_tokens
 from graphmod.train.run.ranks import ALONE, Ranks
 from graphmod.train.settings import CUSTOM, ParallelMode, RunConfig, Scope
-from graphmod.train.special_tokens import set_special_tokens
-from graphmod.train.step.activations import recompute_activations
-from graphmod.train.step.losses import IGNORED, OfRows, count_targets_of, criterion_of, own_logits
-from graphmod.train.step.staging import microbatches, on_device
+from graphmod.train.step import microbatches, on_device
 from graphmod.train.targets import in_words, located, made, named, passes_on
 from graphmod.wrap.layers import find_layers
 

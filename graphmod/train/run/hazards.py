@@ -15,14 +15,13 @@ from graphmod.check.run import check_call, check_layers
 from graphmod.config import CompileMode
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.data.batches import load_data, make_batches
+from graphmod.train.device import isolated, pick_device
+from graphmod.train.loss import criterion_of
 from graphmod.train.model import model_config
 from graphmod.train.run.assembly import step_maker
-from graphmod.train.run.device import pick_device
 from graphmod.train.run.fitting import fitted
 from graphmod.train.settings import RunConfig, Scope
 from graphmod.train.step import TrainStep
-from graphmod.train.step.isolation import isolated
-from graphmod.train.step.losses import criterion_of
 from graphmod.wrap.layers import edge_modules
 
 CHECK_FILE = "check.json"

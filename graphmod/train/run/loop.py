@@ -10,27 +10,26 @@ from typing import Any
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.data.batches import load_data, make_batches
 from graphmod.train.data.windows import Place
+from graphmod.train.device import isolated, pick_device
 from graphmod.train.folders import CHECKPOINTS, checkpoints, require_whole
 from graphmod.train.model import model_config
 from graphmod.train.report.logs import events_fail_once, log
 from graphmod.train.report.profile import profile_briefly, profile_steps
 from graphmod.train.report.result import RunResult
-from graphmod.train.run.assembly import arrangement, plain_config
+from graphmod.train.run.assembly import arrangement
 from graphmod.train.run.decisive import (
     decisive_settings,
     extension,
     other_ranks,
     require_same,
 )
-from graphmod.train.run.device import pick_device
 from graphmod.train.run.fitting import own_parts
 from graphmod.train.run.interrupt import Aborted
 from graphmod.train.run.ranks import ALONE, Ranks
 from graphmod.train.run.resume import ResumePoint, claimed, finished_result
 from graphmod.train.run.steps import Run
-from graphmod.train.settings import LOCAL, RunConfig
-from graphmod.train.step.isolation import isolated
-from graphmod.train.step.staging import shapes
+from graphmod.train.settings import LOCAL, RunConfig, plain_config
+from graphmod.train.step import shapes
 from graphmod.train.targets import in_words, is_own, named, passes_on
 
 _KEPT = ("busy_ms", "comm_ms", "comm_hidden_ms")

@@ -7,8 +7,9 @@ from torch import nn
 
 from graphmod.config import CompileMode
 from graphmod.train.data.batches import Data
+from graphmod.train.device import device_name
 from graphmod.train.report.flops import peak_flops
-from graphmod.train.run.assembly import arrangement, device_name
+from graphmod.train.run.assembly import arrangement
 from graphmod.train.run.ranks import ALONE, Ranks
 from graphmod.train.settings import RunConfig
 from graphmod.words import counted

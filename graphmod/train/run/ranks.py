@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from graphmod.errors import ConfigError
 from graphmod.ranks.ballot import Ballot
-from graphmod.train.run.device import pick_device
+from graphmod.train.device import pick_device
 from graphmod.train.settings import DeviceName, ParallelConfig, ParallelMode, RunConfig, sizes
 from graphmod.words import counted
 

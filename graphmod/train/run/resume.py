@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from graphmod.errors import ConfigError, GraphmodError
+from graphmod.train.device import pick_device
 from graphmod.train.folders import (
     CHECKPOINTS,
     MANIFEST_FILE,
@@ -22,10 +23,8 @@ from graphmod.train.folders import (
     verify,
 )
 from graphmod.train.report.result import RESULT_FILE, RunResult
-from graphmod.train.run.assembly import plain_config
 from graphmod.train.run.decisive import decisive_settings, differences
-from graphmod.train.run.device import pick_device
-from graphmod.train.settings import RunConfig
+from graphmod.train.settings import RunConfig, plain_config
 
 log = logging.getLogger("graphmod")
 

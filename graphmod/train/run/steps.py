@@ -15,6 +15,7 @@ from graphmod.train.checkpoints.progress import Progress, random_state
 from graphmod.train.checkpoints.restoring import restore, saved_weights
 from graphmod.train.data.batches import Batches, Data
 from graphmod.train.data.windows import Prefetcher
+from graphmod.train.device import device_name
 from graphmod.train.folders import CHECKPOINTS
 from graphmod.train.model import dims_of, weights_dtype
 from graphmod.train.report.display import Display, Journal
@@ -24,7 +25,7 @@ from graphmod.train.report.metrics import GIB, Metrics, open_loggers
 from graphmod.train.report.result import RunResult, spread
 from graphmod.train.report.timing import StepClock, median
 from graphmod.train.report.versions import commit, versions
-from graphmod.train.run.assembly import arrangement, device_name, divide, plain_config, step_maker
+from graphmod.train.run.assembly import arrangement, divide, step_maker
 from graphmod.train.run.auto import AutoScope, candidates
 from graphmod.train.run.decisive import decisive_settings
 from graphmod.train.run.evaluation import Evaluation
@@ -34,8 +35,8 @@ from graphmod.train.run.opening import opening
 from graphmod.train.run.ranks import Ranks, own_seed
 from graphmod.train.run.resume import ResumePoint
 from graphmod.train.run.text_samples import Samples
-from graphmod.train.settings import NonFinite, RunConfig
-from graphmod.train.step.step import warmup_steps
+from graphmod.train.settings import NonFinite, RunConfig, plain_config
+from graphmod.train.step import warmup_steps
 
 
 class NonFiniteError(GraphmodError):

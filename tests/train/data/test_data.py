@@ -7,7 +7,6 @@ import torch
 
 from graphmod.errors import ConfigError
 from graphmod.train.data.corpus import Corpus, load_corpus, read_pieces, standard_library_files, text_files
-from graphmod.train.data.masks import PADDING
 from graphmod.train.data.windows import (
     Prefetcher,
     WindowSampler,
@@ -16,6 +15,7 @@ from graphmod.train.data.windows import (
     window_starts,
     windows_at,
 )
+from graphmod.train.loss import PADDING
 from graphmod.train.settings import DataConfig, ModelConfig, Source
 
 

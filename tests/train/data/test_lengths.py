@@ -7,11 +7,10 @@ from transformers import AutoModelForCausalLM
 
 from graphmod.errors import ConfigError
 from graphmod.train.data.buckets import BucketSampler, cut, padded_next_token_loss
-from graphmod.train.data.masks import PADDING
 from graphmod.train.data.packing import block_mask, document_numbers, packed_next_token_loss, positions
+from graphmod.train.loss import PADDING, next_token_loss
 from graphmod.train.model import build_model, model_config
 from graphmod.train.run.loop import train
-from graphmod.train.step.losses import next_token_loss
 
 CPU = torch.device("cpu")
 SCOPES = ["per_layer", "full_iteration"]

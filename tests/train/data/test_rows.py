@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from graphmod.errors import ConfigError
 from graphmod.train.data import rows
 from graphmod.train.data.corpus import load_corpus
-from graphmod.train.data.masks import inputs_of
+from graphmod.train.loss import inputs_of
 from graphmod.train.run.loop import train
 from graphmod.train.settings import DataConfig, Documents, ModelConfig, Source, TrainOn
 

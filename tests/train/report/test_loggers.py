@@ -13,8 +13,8 @@ from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.report.loggers.csv_file import CSV_FILE, CsvLogger
 from graphmod.train.report.loggers.logger import named
 from graphmod.train.report.loggers.wandb_run import ID_FILE
-from graphmod.train.run.assembly import plain_config
 from graphmod.train.run.loop import train
+from graphmod.train.settings import plain_config
 
 EVERY = ["train.log_every=1", "train.checkpoint_every=3", "train.eval_every=4", "train.eval_batches=1"]
 

@@ -13,15 +13,15 @@ from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.checkpoints.restoring import load_training_state
 from graphmod.train.data.corpus import load_corpus
 from graphmod.train.data.windows import WindowSampler, split
+from graphmod.train.device import isolated
 from graphmod.train.model import build_model, model_config
+from graphmod.train.optim import learning_rates
 from graphmod.train.report.metrics import Metrics
 from graphmod.train.report.result import RunResult
 from graphmod.train.report.timing import StepClock
 from graphmod.train.run.loop import train
 from graphmod.train.run.steps import Run
 from graphmod.train.step import TrainStep
-from graphmod.train.step.isolation import isolated
-from graphmod.train.step.optim import learning_rates
 
 CPU = torch.device("cpu")
 

@@ -11,10 +11,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from graphmod.cli.training.settings import parse
 from graphmod.errors import ConfigError
+from graphmod.train.parallel import is_split, split_layers
 from graphmod.train.run.ranks import ALONE, joined, ranks_of
 from graphmod.train.settings import DeviceName
-from graphmod.train.step.parts import is_split
-from graphmod.train.step.tensor_parallel import split_layers
 
 SCOPES = ("none", "full_iteration")
 MODES = {"fsdp": ["parallel=fsdp"], "tp": ["parallel=tp"]}

@@ -16,11 +16,11 @@ from graphmod.trace import recorder as recorder_module
 from graphmod.trace.dispatch import is_recording
 from graphmod.trace.operations import facts
 from graphmod.trace.recorder import Recorder
+from graphmod.train import compile as compile_module
+from graphmod.train.activations import Recomputed, recompute_activations
+from graphmod.train.compile import compiled
 from graphmod.train.run.loop import train
 from graphmod.train.step import TrainStep
-from graphmod.train.step import compile as compile_module
-from graphmod.train.step.activations import Recomputed, recompute_activations
-from graphmod.train.step.compile import compiled
 
 SCOPES = ["per_layer", "full_iteration"]
 # Both compile the same layers, which takes long; `make test-all` has both.

@@ -10,11 +10,11 @@ from harness import play, twins
 from test_train_step import build, graphs, replays, scopes, stepper
 from torch import nn
 
+from graphmod.train.activations import draws_random_numbers
+from graphmod.train.draws import kept_draws
 from graphmod.train.run.loop import train
 from graphmod.train.run.steps import NonFiniteError
-from graphmod.train.step.activations import draws_random_numbers
-from graphmod.train.step.draws import kept_draws
-from graphmod.train.step.step import TrainStep, next_token_loss
+from graphmod.train.step import TrainStep, next_token_loss
 
 SCOPES = ["none", "per_layer", "full_iteration"]
 POISON = 31  # a token whose presence makes the loss NaN
@@ -91,7 +91,7 @@ def test_an_optimizer_that_cannot_leave_out_an_update_is_refused(device):
 
 @scopes
 def test_a_loss_scale_grows_and_shrinks_as_in_eager(scope, device, monkeypatch):
-    monkeypatch.setattr("graphmod.train.step.iteration._GROWTH_INTERVAL", 3)
+    monkeypatch.setattr("graphmod.train.step._GROWTH_INTERVAL", 3)
     settings = {"scale_loss": True, "nonfinite": "stop", "autocast_dtype": torch.float16}
     scales = []
 

@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphmod.train.data.buckets import PADDING, padded_next_token_loss
 from graphmod.train.data.packing import packed_next_token_loss
+from graphmod.train.loss import causal_lm_loss, count_targets_of, next_token_loss
 from graphmod.train.run.evaluation import Evaluation
 from graphmod.train.settings import TrainGraphConfig
 from graphmod.train.step import TrainStep
-from graphmod.train.step.losses import causal_lm_loss, count_targets_of, next_token_loss
 
 CPU = torch.device("cpu")
 EAGER = TrainGraphConfig(scope="none")

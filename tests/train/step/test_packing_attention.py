@@ -10,14 +10,13 @@ from torch import nn
 from graphmod.cli.training.settings import parse
 from graphmod.errors import ConfigError
 from graphmod.trace import recorder
-from graphmod.train import varlen
+from graphmod.train import attention as varlen
 from graphmod.train.data import batches as sampling
 from graphmod.train.data.packing import choose_attention, document_bounds, most_documents, packed_next_token_loss
 from graphmod.train.model import build_model, model_config
-from graphmod.train.run.assembly import plain_config
 from graphmod.train.run.decisive import decisive_settings
 from graphmod.train.run.loop import train
-from graphmod.train.settings import PackingAttention, Precision
+from graphmod.train.settings import PackingAttention, Precision, plain_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SCOPES = ["per_layer", "full_iteration"]
@@ -52,7 +51,7 @@ def stand_in(monkeypatch):
     noting.__code__ = noting.__code__.replace(co_filename=recorder.__file__)
     monkeypatch.setattr(varlen, "varlen_attn", noting)
     monkeypatch.setattr("graphmod.train.data.packing.unavailable", lambda *args: None)
-    monkeypatch.setattr("graphmod.train.run.device.unavailable", lambda *args: None)
+    monkeypatch.setattr("graphmod.train.device.unavailable", lambda *args: None)
     return given
 
 

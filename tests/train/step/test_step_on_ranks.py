@@ -9,11 +9,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from graphmod.errors import ConfigError
 from graphmod.train.data.buckets import PADDING, padded_next_token_loss
+from graphmod.train.loss import targets_counted_by
+from graphmod.train.parallel import shard, whole
 from graphmod.train.settings import TrainGraphConfig
 from graphmod.train.step import TrainStep
-from graphmod.train.step.fully_sharded import shard
-from graphmod.train.step.losses import targets_counted_by
-from graphmod.train.step.parts import whole
 
 SCOPES = ["per_layer", "full_iteration"]
 WHOLE = ["none", "full_iteration"]

@@ -5,8 +5,8 @@ import torch
 from test_update import gradients, optimizer_of, parameters
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from graphmod.train.step import compile as compile_module
-from graphmod.train.step.update import CompiledUpdate
+from graphmod.train import compile as compile_module
+from graphmod.train.compile import CompiledUpdate
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -1,4 +1,4 @@
-"""Runs of one process that leave each other alone: seeds, deterministic flags, GPU memory."""
+"""The device of a run: which one, what it and the libraries do not allow, and runs that leave each other alone."""
 
 import gc
 import os
@@ -10,6 +10,49 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from graphmod.config import BackendName
+from graphmod.errors import ConfigError
+from graphmod.train.attention import unavailable
+from graphmod.train.model import check_architecture
+from graphmod.train.optim import check_schedule
+from graphmod.train.settings import DeviceName, PackingAttention, RunConfig, Scope
+from graphmod.words import counted
+
+# -- which one ---------------------------------------------------------------------------------------------------------
+
+
+def pick_device(name: DeviceName, setting: str = "train.device") -> torch.device:
+    """The device a run uses, which `setting` names. Raises ConfigError when a GPU is asked for and there is none."""
+    if name is DeviceName.cuda or (name is DeviceName.auto and torch.cuda.is_available()):
+        if not torch.cuda.is_available():
+            raise ConfigError(f"{setting}=cuda, but PyTorch finds no GPU; use {setting}=auto or cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def device_name(device: torch.device) -> str:
+    """The name of a device, for people."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {counted(torch.get_num_threads(), 'thread')}"
+
+
+def check_device(config: RunConfig) -> None:
+    """Raises ConfigError for the first setting that the device of the run, or a library, does not allow."""
+    check_schedule(config.optim)
+    check_architecture(config.model)
+    train, graph = config.train, config.graph
+    device = pick_device(train.device)
+    if config.data.packing_attention is PackingAttention.varlen:
+        why = unavailable(device, train.precision)
+        if why is not None:
+            raise ConfigError(f"data.packing_attention=varlen cannot be used: {why}; use mask, or auto")
+    if graph.backend is BackendName.cuda and device.type != "cuda" and graph.scope is not Scope.none:
+        raise ConfigError("graph.backend=cuda needs a GPU and the run is on the CPU; use graph.backend=auto")
+
+
+# -- runs of one process that leave each other alone: seeds, deterministic flags, GPU memory ---------------------------
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from graphmod.errors import ConfigError
 from graphmod.torch_private import Dropout
 from graphmod.trace.dispatch import is_recording
+from graphmod.train.draws import kept_draws
 from graphmod.train.settings import DRAWS_IN_COMPILED_CODE
-from graphmod.train.step.draws import kept_draws
 from graphmod.wrap.layers import find_layers
 
 

@@ -1,4 +1,4 @@
-"""Losses of a microbatch, and how many targets each is the mean of.
+"""Losses of a microbatch, how many targets each is the mean of, and which tokens are targets.
 
 The loss of a step is the mean over all targets of its microbatches. A microbatch's share in it must be known before its
 backward, so targets are counted in the batch itself, on its device.
@@ -10,6 +10,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -150,3 +151,30 @@ def criterion_of(loss_fn: Callable) -> Criterion | None:
     if argument.kind is argument.POSITIONAL_ONLY or not (plain or isinstance(criterion, nn.Module)):
         return None
     return criterion
+
+
+# -- tokens that are only read: prompts, what a user says, padding -----------------------------------------------------
+# A token that is only read is kept as its bitwise complement, a negative number. Batches keep their shape and dtype
+# then, whether anything is masked or not.
+
+PADDING = ~0
+
+
+def masked(tokens: np.ndarray, trained: np.ndarray) -> np.ndarray:
+    """`tokens`, (N,) of a signed dtype, with the complement of those for which `trained`, (N,) bool, is False."""
+    return np.where(trained, tokens, ~tokens)
+
+
+def inputs_of(tokens: Tensor) -> Tensor:
+    """The tokens a model reads, of the shape and dtype of `tokens`; padding becomes token 0."""
+    return torch.where(tokens < 0, ~tokens, tokens)
+
+
+def targets_of(tokens: Tensor) -> Tensor:
+    """The tokens a model is trained to predict, of the shape and dtype of `tokens`, with `IGNORED` for the others."""
+    return torch.where(tokens < 0, IGNORED, tokens)
+
+
+def has_masks(tokens: Tensor) -> bool:
+    """Whether any of `tokens`, (N,) of any integer dtype, is only read."""
+    return tokens.dtype.is_signed and len(tokens) > 0 and bool(tokens.min() < 0)
