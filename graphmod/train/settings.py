@@ -343,7 +343,7 @@ class DataConfig:
 
 
 def _check_own(data: DataConfig) -> None:
-    """What it makes of the other settings is known when it is loaded (`train/data/items.py`)."""
+    """What it makes of the other settings is known when it is loaded (`train/batches.py`)."""
     require(data.target is not None, "data=custom needs data._target_=my_package.Items, the name of your data set")
     check_target("data", data.target)
     for name in ("buckets", "packing"):

@@ -12,7 +12,7 @@ from transformers import BertConfig, BertForMaskedLM
 from graphmod import graph_layers
 from graphmod.errors import ConfigError
 from graphmod.train.attention import use_static_causal_attention
-from graphmod.train.data.packing import block_mask
+from graphmod.train.batches import block_mask
 from graphmod.train.model import build_model, model_config
 from graphmod.train.settings import LOCAL, ModelConfig, Precision
 

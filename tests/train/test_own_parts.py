@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from graphmod.cli.generation.folder import model_folder
 from graphmod.errors import ConfigError, GraphmodError
-from graphmod.train.data.windows import ShuffledEpochs
+from graphmod.train.batches import ShuffledEpochs
 from graphmod.train.optim import learning_rates
 from graphmod.train.run.hazards import check_training
 from graphmod.train.run.loop import train

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphmod.decode.text.codec import Codec, TokenizerCodec
 from graphmod.errors import ConfigError
-from graphmod.train.data.encodings import not_utf8
+from graphmod.train.encodings import not_utf8
 
 if TYPE_CHECKING:
     from graphmod.cli.generation.schema import DecodeSettings

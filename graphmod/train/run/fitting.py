@@ -16,8 +16,7 @@ from graphmod.config import CompileMode
 from graphmod.errors import ConfigError
 from graphmod.train.activations import recompute_activations
 from graphmod.train.attention import NAME
-from graphmod.train.data.batches import Batches, Data
-from graphmod.train.data.items import Items, described
+from graphmod.train.batches import Batches, Data, Items, described
 from graphmod.train.loss import IGNORED, OfRows, count_targets_of, criterion_of, own_logits
 from graphmod.train.model import autocast_dtype, build_model, require_vocabulary, set_special_tokens
 from graphmod.train.run.ranks import ALONE, Ranks

@@ -14,7 +14,7 @@ from graphmod.check.report import Report
 from graphmod.check.run import check_call, check_layers
 from graphmod.config import CompileMode
 from graphmod.errors import ConfigError, GraphmodError
-from graphmod.train.data.batches import load_data, make_batches
+from graphmod.train.batches import load_data, make_batches
 from graphmod.train.device import isolated, pick_device
 from graphmod.train.loss import criterion_of
 from graphmod.train.model import model_config

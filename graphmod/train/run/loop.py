@@ -8,8 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from graphmod.errors import ConfigError, GraphmodError
-from graphmod.train.data.batches import load_data, make_batches
-from graphmod.train.data.windows import Place
+from graphmod.train.batches import Place, load_data, make_batches
 from graphmod.train.device import isolated, pick_device
 from graphmod.train.folders import CHECKPOINTS, checkpoints, require_whole
 from graphmod.train.model import model_config

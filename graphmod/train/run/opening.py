@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from graphmod.config import CompileMode
-from graphmod.train.data.batches import Data
+from graphmod.train.batches import Data
 from graphmod.train.device import device_name
 from graphmod.train.report.flops import peak_flops
 from graphmod.train.run.assembly import arrangement

@@ -10,11 +10,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from graphmod.config import CompileMode
 from graphmod.errors import GraphmodError
+from graphmod.train.batches import Batches, Data, Prefetcher
 from graphmod.train.checkpoints.checkpoint import check_room, save_checkpoint
 from graphmod.train.checkpoints.progress import Progress, random_state
 from graphmod.train.checkpoints.restoring import restore, saved_weights
-from graphmod.train.data.batches import Batches, Data
-from graphmod.train.data.windows import Prefetcher
 from graphmod.train.device import device_name
 from graphmod.train.folders import CHECKPOINTS
 from graphmod.train.model import dims_of, weights_dtype

@@ -10,7 +10,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from graphmod.decode.text.codec import ByteCodec, TokenizerCodec
-from graphmod.train.data.batches import Data
+from graphmod.train.batches import Data
 from graphmod.train.report.metrics import Metrics
 from graphmod.train.settings import RunConfig, Scope
 

@@ -9,8 +9,7 @@ from made_tokenizers import CHAT_TEMPLATE, llama_like
 
 from graphmod.decode.text.codec import TokenizerCodec
 from graphmod.errors import ConfigError
-from graphmod.train.data.corpus import load_corpus
-from graphmod.train.data.rows import _kind
+from graphmod.train.data import _kind, load_corpus
 from graphmod.train.loss import inputs_of
 from graphmod.train.run.loop import train
 from graphmod.train.settings import DataConfig, ModelConfig, Source, TrainOn

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from graphmod.errors import ConfigError
-from graphmod.train.data.corpus import Corpus, load_corpus, read_pieces, standard_library_files, text_files
-from graphmod.train.data.windows import (
+from graphmod.train.batches import (
     Prefetcher,
     WindowSampler,
     evaluation_starts,
@@ -15,6 +14,7 @@ from graphmod.train.data.windows import (
     window_starts,
     windows_at,
 )
+from graphmod.train.data import Corpus, load_corpus, read_pieces, standard_library_files, text_files
 from graphmod.train.loss import PADDING
 from graphmod.train.settings import DataConfig, ModelConfig, Source
 

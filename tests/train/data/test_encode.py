@@ -13,9 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from graphmod.decode.text.codec import TokenizerCodec
-from graphmod.train.data import encode
-from graphmod.train.data.cache import cached, files_key, tokenizer_key
-from graphmod.train.data.encode import encode_pairs, encode_pieces, flattened, pieces
+from graphmod.train import data as encode
+from graphmod.train.data import cached, encode_pairs, encode_pieces, files_key, flattened, pieces, tokenizer_key
 
 SPLITS = {
     "bytes": (pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()),

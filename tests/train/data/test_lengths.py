@@ -6,8 +6,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from graphmod.errors import ConfigError
-from graphmod.train.data.buckets import BucketSampler, cut, padded_next_token_loss
-from graphmod.train.data.packing import block_mask, document_numbers, packed_next_token_loss, positions
+from graphmod.train.batches import (
+    BucketSampler,
+    block_mask,
+    cut,
+    document_numbers,
+    packed_next_token_loss,
+    padded_next_token_loss,
+    positions,
+)
 from graphmod.train.loss import PADDING, next_token_loss
 from graphmod.train.model import build_model, model_config
 from graphmod.train.run.loop import train

@@ -8,8 +8,8 @@ from test_data import word_tokenizer
 from transformers import AutoModelForCausalLM
 
 from graphmod.errors import ConfigError
-from graphmod.train.data import rows
-from graphmod.train.data.corpus import load_corpus
+from graphmod.train import data as rows
+from graphmod.train.data import load_corpus
 from graphmod.train.loss import inputs_of
 from graphmod.train.run.loop import train
 from graphmod.train.settings import DataConfig, Documents, ModelConfig, Source, TrainOn

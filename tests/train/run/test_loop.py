@@ -10,9 +10,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from graphmod.errors import ConfigError, GraphmodError
+from graphmod.train.batches import WindowSampler, split
 from graphmod.train.checkpoints.restoring import load_training_state
-from graphmod.train.data.corpus import load_corpus
-from graphmod.train.data.windows import WindowSampler, split
+from graphmod.train.data import load_corpus
 from graphmod.train.device import isolated
 from graphmod.train.model import build_model, model_config
 from graphmod.train.optim import learning_rates

@@ -9,8 +9,7 @@ from test_train_step import SCOPES, build, graphs, language_model, replays
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphmod.train.data.buckets import PADDING, padded_next_token_loss
-from graphmod.train.data.packing import packed_next_token_loss
+from graphmod.train.batches import PADDING, packed_next_token_loss, padded_next_token_loss
 from graphmod.train.loss import causal_lm_loss, count_targets_of, next_token_loss
 from graphmod.train.run.evaluation import Evaluation
 from graphmod.train.settings import TrainGraphConfig

@@ -11,8 +11,8 @@ from graphmod.cli.training.settings import parse
 from graphmod.errors import ConfigError
 from graphmod.trace import recorder
 from graphmod.train import attention as varlen
-from graphmod.train.data import batches as sampling
-from graphmod.train.data.packing import choose_attention, document_bounds, most_documents, packed_next_token_loss
+from graphmod.train import batches as sampling
+from graphmod.train.batches import choose_attention, document_bounds, most_documents, packed_next_token_loss
 from graphmod.train.model import build_model, model_config
 from graphmod.train.run.decisive import decisive_settings
 from graphmod.train.run.loop import train
@@ -50,7 +50,7 @@ def stand_in(monkeypatch):
     # What it notes is nothing that a step reads: code of the package's own, for the guards.
     noting.__code__ = noting.__code__.replace(co_filename=recorder.__file__)
     monkeypatch.setattr(varlen, "varlen_attn", noting)
-    monkeypatch.setattr("graphmod.train.data.packing.unavailable", lambda *args: None)
+    monkeypatch.setattr("graphmod.train.batches.unavailable", lambda *args: None)
     monkeypatch.setattr("graphmod.train.device.unavailable", lambda *args: None)
     return given
 

@@ -8,7 +8,7 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
 from graphmod.errors import ConfigError
-from graphmod.train.data.buckets import PADDING, padded_next_token_loss
+from graphmod.train.batches import PADDING, padded_next_token_loss
 from graphmod.train.loss import targets_counted_by
 from graphmod.train.parallel import shard, whole
 from graphmod.train.settings import TrainGraphConfig
