@@ -87,7 +87,7 @@ def gpu_busy_ms(step: Callable[[int], Any], steps: int = 5) -> dict[str, float]:
     graph launch in the process: measure time before."""
     from torch.profiler import ProfilerActivity, profile
 
-    from graphmod.train.report.profile import busy_us
+    from graphmod.train.profile import busy_us
 
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True) as profiler:

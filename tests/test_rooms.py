@@ -33,7 +33,8 @@ WITHIN = {
             "draws",
             "activations",
         ),
-        *("compile", "optim", "step", "device", "data", "batches", "checkpoints", "report", "run"),
+        *("compile", "optim", "step", "device", "data", "batches", "result", "checkpoint", "metrics", "display"),
+        *("profile", "compare", "run"),
     ),
     "cli": (*("stdout", "start", "errors", "app", "training", "generation", "serving", "main"),),
 }

@@ -17,7 +17,7 @@ from graphmod.cli.training import job
 from graphmod.cli.training.job import Job, run_job
 from graphmod.errors import ConfigError
 from graphmod.train.folders import FORMAT, NewerCheckpoint
-from graphmod.train.report.result import RunResult
+from graphmod.train.result import RunResult
 from graphmod.train.run.loop import train
 
 

@@ -13,7 +13,7 @@ from graphmod.cli.training.resumed import job_settings
 from graphmod.cli.training.settings import parse
 from graphmod.errors import ConfigError
 from graphmod.train.folders import CHECKPOINTS, FORMAT, MANIFEST_FILE, NewerCheckpoint, checkpoints
-from graphmod.train.report.result import RunResult
+from graphmod.train.result import RunResult
 from graphmod.train.run.decisive import differences
 from graphmod.train.run.loop import train
 from graphmod.train.run.resume import claimed

@@ -16,11 +16,9 @@ from typing import Any
 from graphmod.cli.stdout import show
 from graphmod.cli.training.settings import parse
 from graphmod.errors import ConfigError, GraphmodError
+from graphmod.train.compare import JSON_FILE, PLOT_FILE, compare, on_tensorboard, remarks, swept, table, write_report
 from graphmod.train.folders import from_here, link_latest
-from graphmod.train.report.comparison import compare, swept
-from graphmod.train.report.report import JSON_FILE, PLOT_FILE, on_tensorboard, remarks, table, write_report
-from graphmod.train.report.result import RunResult
-from graphmod.train.report.timing import median
+from graphmod.train.result import RunResult, median
 from graphmod.train.run.loop import train
 from graphmod.train.run.resume import NONE, holds_finished_runs
 

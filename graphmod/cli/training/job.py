@@ -21,9 +21,9 @@ from graphmod.cli.training.peers import Peers
 from graphmod.cli.training.resumed import job_settings
 from graphmod.cli.training.settings import TRAIN, parse
 from graphmod.errors import ConfigError, GraphmodError
+from graphmod.train.display import LOG_FILE, Journal
 from graphmod.train.folders import CHECKPOINTS, checkpoints, from_here, owned
-from graphmod.train.report.display import LOG_FILE, Journal
-from graphmod.train.report.result import RESULT_FILE, RunResult
+from graphmod.train.result import RESULT_FILE, RunResult
 from graphmod.train.run.interrupt import Aborted
 from graphmod.train.run.loop import train
 from graphmod.train.run.ranks import ALONE, Ranks, joined, ranks_of

@@ -63,7 +63,7 @@ def _task(settings: DictConfig) -> float | None:
     """
     with loading():
         from graphmod.cli.training.job import Job, run_job, run_one_of
-        from graphmod.train.report.result import RunResult
+        from graphmod.train.result import RunResult
     config = HydraConfig.get()
     overrides: Any = OmegaConf.to_container(config.overrides.task, resolve=False)
     job = Job(

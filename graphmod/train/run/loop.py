@@ -10,11 +10,11 @@ from typing import Any
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.batches import Place, load_data, make_batches
 from graphmod.train.device import isolated, pick_device
+from graphmod.train.display import events_fail_once, log
 from graphmod.train.folders import CHECKPOINTS, checkpoints, require_whole
 from graphmod.train.model import model_config
-from graphmod.train.report.logs import events_fail_once, log
-from graphmod.train.report.profile import profile_briefly, profile_steps
-from graphmod.train.report.result import RunResult
+from graphmod.train.profile import profile_briefly, profile_steps
+from graphmod.train.result import RunResult
 from graphmod.train.run.assembly import arrangement
 from graphmod.train.run.decisive import (
     decisive_settings,

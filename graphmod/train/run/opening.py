@@ -8,7 +8,7 @@ from torch import nn
 from graphmod.config import CompileMode
 from graphmod.train.batches import Data
 from graphmod.train.device import device_name
-from graphmod.train.report.flops import peak_flops
+from graphmod.train.result import peak_flops
 from graphmod.train.run.assembly import arrangement
 from graphmod.train.run.ranks import ALONE, Ranks
 from graphmod.train.settings import RunConfig

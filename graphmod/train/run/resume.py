@@ -22,7 +22,7 @@ from graphmod.train.folders import (
     read_manifest,
     verify,
 )
-from graphmod.train.report.result import RESULT_FILE, RunResult
+from graphmod.train.result import RESULT_FILE, RunResult
 from graphmod.train.run.decisive import decisive_settings, differences
 from graphmod.train.settings import RunConfig, plain_config
 

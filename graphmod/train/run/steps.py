@@ -11,19 +11,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 from graphmod.config import CompileMode
 from graphmod.errors import GraphmodError
 from graphmod.train.batches import Batches, Data, Prefetcher
-from graphmod.train.checkpoints.checkpoint import check_room, save_checkpoint
-from graphmod.train.checkpoints.progress import Progress, random_state
-from graphmod.train.checkpoints.restoring import restore, saved_weights
+from graphmod.train.checkpoint import Progress, check_room, random_state, restore, save_checkpoint, saved_weights
 from graphmod.train.device import device_name
+from graphmod.train.display import Display, Journal, beside_bar
 from graphmod.train.folders import CHECKPOINTS
+from graphmod.train.metrics import GIB, Metrics, open_loggers
 from graphmod.train.model import dims_of, weights_dtype
-from graphmod.train.report.display import Display, Journal
-from graphmod.train.report.flops import utilization
-from graphmod.train.report.logs import beside_bar
-from graphmod.train.report.metrics import GIB, Metrics, open_loggers
-from graphmod.train.report.result import RunResult, spread
-from graphmod.train.report.timing import StepClock, median
-from graphmod.train.report.versions import commit, versions
+from graphmod.train.result import RunResult, StepClock, commit, median, spread, utilization, versions
 from graphmod.train.run.assembly import arrangement, divide, step_maker
 from graphmod.train.run.auto import AutoScope, candidates
 from graphmod.train.run.decisive import decisive_settings

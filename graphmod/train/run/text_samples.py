@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from graphmod.decode.text.codec import ByteCodec, TokenizerCodec
 from graphmod.train.batches import Data
-from graphmod.train.report.metrics import Metrics
+from graphmod.train.metrics import Metrics
 from graphmod.train.settings import RunConfig, Scope
 
 _SHARE_OF_PROMPT = 4  # of the positions a model has, so that a long prompt leaves room to write

@@ -9,9 +9,8 @@ import urllib.request
 import pytest
 from tensorboard import program
 
-from graphmod.train.report.comparison import compare
-from graphmod.train.report.report import write_report
-from graphmod.train.report.result import RunResult
+from graphmod.train.compare import compare, write_report
+from graphmod.train.result import RunResult
 from graphmod.train.run.loop import train
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -7,11 +7,9 @@ import warnings
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from graphmod.train.compare import EMULATED, compare, markdown, plot, remarks, swept, table, write_report
 from graphmod.train.folders import link_latest
-from graphmod.train.report.comparison import compare, swept
-from graphmod.train.report.plot import EMULATED, plot
-from graphmod.train.report.report import markdown, remarks, table, write_report
-from graphmod.train.report.result import RunResult
+from graphmod.train.result import RunResult
 from graphmod.words import counted
 
 

@@ -10,9 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from graphmod.errors import ConfigError, GraphmodError
-from graphmod.train.report.loggers.csv_file import CSV_FILE, CsvLogger
-from graphmod.train.report.loggers.logger import named
-from graphmod.train.report.loggers.wandb_run import ID_FILE
+from graphmod.train.metrics import CSV_FILE, ID_FILE, CsvLogger, by_full_name
 from graphmod.train.run.loop import train
 from graphmod.train.settings import plain_config
 
@@ -79,7 +77,7 @@ def test_all_loggers_have_the_same_points(on_text, tmp_path, wandb):
     assert of_csv == of_wandb
     for tag, values in shown.items():
         assert values == pytest.approx(of_csv[tag]), tag  # TensorBoard has 32 bits of each
-    assert run.given["config"] == named(plain_config(config)) and run.exit_code == 0
+    assert run.given["config"] == by_full_name(plain_config(config)) and run.exit_code == 0
 
 
 def test_wandb_is_offline_unless_its_own_variables_say_otherwise(on_text, tmp_path, wandb, monkeypatch):

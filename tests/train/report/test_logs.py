@@ -7,7 +7,7 @@ import sys
 import pytest
 from tqdm import tqdm
 
-from graphmod.train.report.logs import beside_bar
+from graphmod.train.display import beside_bar
 from graphmod.train.run.loop import train
 
 log = logging.getLogger("graphmod")

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from graphmod.cli.training.comparison import gpu_busy_ms
-from graphmod.train.report.comparison import compare
-from graphmod.train.report.profile import busy_us, communication_us
-from graphmod.train.report.report import table
-from graphmod.train.report.result import RunResult
+from graphmod.train.compare import compare, table
+from graphmod.train.profile import busy_us, communication_us
+from graphmod.train.result import RunResult
 from graphmod.train.run import loop
 from graphmod.train.run.loop import train
 

@@ -16,11 +16,17 @@ from tensorboard.plugins.hparams.api_pb2 import Status
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import graphmod
+from graphmod.train.display import LOG_FILE, Display, Journal
 from graphmod.train.model import build_model, model_config
-from graphmod.train.report.display import LOG_FILE, Display, Journal
-from graphmod.train.report.flops import Utilization, flops_per_token, multiplied_parameters, peak_flops, utilization
-from graphmod.train.report.result import RunResult
-from graphmod.train.report.versions import commit
+from graphmod.train.result import (
+    RunResult,
+    Utilization,
+    commit,
+    flops_per_token,
+    multiplied_parameters,
+    peak_flops,
+    utilization,
+)
 from graphmod.train.run.loop import train
 from graphmod.train.run.steps import NonFiniteError
 from graphmod.train.step import TrainStep

@@ -11,14 +11,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.batches import WindowSampler, split
-from graphmod.train.checkpoints.restoring import load_training_state
+from graphmod.train.checkpoint import load_training_state
 from graphmod.train.data import load_corpus
 from graphmod.train.device import isolated
+from graphmod.train.metrics import Metrics
 from graphmod.train.model import build_model, model_config
 from graphmod.train.optim import learning_rates
-from graphmod.train.report.metrics import Metrics
-from graphmod.train.report.result import RunResult
-from graphmod.train.report.timing import StepClock
+from graphmod.train.result import RunResult, StepClock
 from graphmod.train.run.loop import train
 from graphmod.train.run.steps import Run
 from graphmod.train.step import TrainStep

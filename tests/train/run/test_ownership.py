@@ -16,7 +16,7 @@ from graphmod.cli.training.main import main
 from graphmod.errors import GraphmodError
 from graphmod.train import folders as ownership
 from graphmod.train.folders import CHECKPOINTS, FolderInUse, checkpoints, owned, verify
-from graphmod.train.report.result import RunResult
+from graphmod.train.result import RunResult
 from graphmod.train.run.loop import train
 from graphmod.train.run.resume import claimed
 

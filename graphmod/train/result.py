@@ -3,14 +3,237 @@
 import json
 import math
 import os
+import platform
+import re
 import statistics
+import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from graphmod.train.report.timing import median, percentile
+import numpy as np
+import torch
+import transformers
+from torch import nn
+
+import graphmod
 from graphmod.words import counted
+
+# -- how long each step takes, on the device and on the host, without making either wait -------------------------------
+
+# Steps the host may run ahead of a GPU. A replayed step costs the host so little that it would otherwise queue up
+# hundreds, and the progress bar, Ctrl-C and an error would all come seconds late.
+_MAX_AHEAD = 8
+
+
+def median(values: Sequence[float]) -> float | None:
+    """The median, or None of nothing."""
+    return float(np.median(values)) if len(values) else None
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """The given percentile (0 to 100), or None of nothing."""
+    return float(np.percentile(values, share)) if len(values) else None
+
+
+def unsteady(middle: float | None, high: float | None) -> bool:
+    """Whether times with this median and this 95th percentile vary too much to conclude from them."""
+    return middle is not None and high is not None and high > 2 * middle
+
+
+class StepClock:
+    """Measures steps from the end of one to the end of the next.
+
+    On a GPU the ends are CUDA events, because the host's own clock says only when work was handed over. With `sync`
+    each step ends with a wait for the device, and the host's clock is right; so it is on the CPU.
+
+    Args:
+        device: where the steps run.
+        sync: wait for the device at the end of each step.
+
+    Attributes:
+        step_ms: milliseconds of each step that is known to have ended, in order.
+        host_ms: milliseconds the host spent in each step's call.
+        source: `cuda events` or `wall clock`, what `step_ms` was measured with.
+    """
+
+    def __init__(self, device: torch.device, sync: bool = False) -> None:
+        self._device, self._on_gpu = device, device.type == "cuda"
+        self._wait = self._on_gpu and sync
+        self._by_events = self._on_gpu and not sync
+        self.source = "cuda events" if self._by_events else "wall clock"
+        self.step_ms: list[float] = []
+        self.host_ms: list[float] = []
+        self._pending: deque = deque()
+        self._mark = None
+
+    def _now(self):
+        if not self._by_events:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def begin(self) -> None:
+        """Starts a stretch of steps: the first one, and the first after an evaluation."""
+        self._mark = self._now()
+
+    def end_step(self, host_seconds: float) -> None:
+        """Ends a step whose call took the host `host_seconds`."""
+        self.host_ms.append(host_seconds * 1e3)
+        if self._wait:
+            torch.cuda.synchronize(self._device)
+        mark = self._now()
+        self._pending.append((self._mark, mark))
+        self._mark = mark
+        if self._by_events and len(self._pending) > _MAX_AHEAD:
+            self._pending[-1 - _MAX_AHEAD][1].synchronize()
+        self.collect()
+
+    def collect(self, wait: bool = False) -> None:
+        """Moves the steps that have ended to `step_ms`; with `wait`, waits for all of them."""
+        while self._pending:
+            start, end = self._pending[0]
+            if not self._by_events:
+                self.step_ms.append((end - start) * 1e3)
+            else:
+                if wait:
+                    end.synchronize()
+                elif not end.query():
+                    return
+                self.step_ms.append(start.elapsed_time(end))
+            self._pending.popleft()
+
+
+# -- how much of a GPU's arithmetic a run uses: model FLOPs utilization (MFU) ------------------------------------------
+# Counted as in PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): for each token 6 FLOPs a parameter and 12
+# * layers * heads * head size * sequence length for attention, forward and backward; what runs again in the backward
+# does not count.
+
+# Dense bf16 tensor-core TFLOP/s by the name that CUDA reports, from NVIDIA's data sheets of these products, which give
+# twice as much for sparse matrices. The first pattern that is found counts.
+_PEAKS = (
+    (r"\bB200\b", 2250.0),
+    (r"\bH200 NVL\b", 835.5),
+    (r"\b(GH|H)200\b", 989.5),
+    (r"\bH100 PCIe\b", 756.0),
+    (r"\bH100 NVL\b", 835.5),
+    (r"\bH100\b", 989.5),
+    (r"\bA100\b", 312.0),
+    (r"\bA40\b", 149.7),
+    (r"\bA30\b", 165.0),
+    (r"\bA10\b", 125.0),
+    (r"\bL40S\b", 362.05),
+    (r"\bL40\b", 181.05),
+    (r"\bL4\b", 121.0),
+    (r"\bRTX 4090\b", 165.2),
+    (r"\bRTX 3090\b", 71.0),
+)
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def peak_flops(device: str) -> float | None:
+    """Dense bf16 FLOP/s of a GPU by its name; None where it is not known, as of a CPU or a part of a GPU (MIG)."""
+    if "MIG" in device:
+        return None
+    return next((peak * 1e12 for pattern, peak in _PEAKS if re.search(pattern, device)), None)
+
+
+def multiplied_parameters(model: nn.Module) -> int:
+    """Parameters of the model without the embeddings that are only looked up."""
+    looked_up = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
+    looked_up -= {id(part.weight) for part in model.modules() if isinstance(part, nn.Linear)}
+    return sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in looked_up)
+
+
+def flops_per_token(model: nn.Module, config: Any, length: int) -> float | None:
+    """FLOPs that training takes for each token.
+
+    Args:
+        model: with all its parameters.
+        config: its transformers config.
+        length: tokens of a sequence.
+
+    Returns:
+        None for a model of experts, not all of which see each token, or one whose attention is not described in the
+        terms of the config.
+    """
+    layers, heads = (getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads"))
+    hidden = getattr(config, "hidden_size", None)
+    size = getattr(config, "head_dim", None) or (hidden // heads if hidden and heads else None)
+    if not layers or not heads or not size or any(getattr(config, name, None) for name in _EXPERTS):
+        return None
+    return 6.0 * multiplied_parameters(model) + 12.0 * layers * heads * size * length
+
+
+@dataclass(frozen=True)
+class Utilization:
+    """Turns tokens per second into MFU.
+
+    Attributes:
+        flops_per_token: of the model, forward and backward.
+        peak: FLOP/s of the devices.
+    """
+
+    flops_per_token: float
+    peak: float
+
+    def __call__(self, tokens_per_s: float) -> float:
+        """The share of the devices' peak, 1 being all of it."""
+        return tokens_per_s * self.flops_per_token / self.peak
+
+
+def utilization(model: nn.Module, config: Any, length: int, device: str, count: int = 1) -> Utilization | None:
+    """What computes the MFU of a run on `count` such devices; None where the model's FLOPs or the device's peak are not
+    known."""
+    flops, peak = flops_per_token(model, config, length), peak_flops(device)
+    return None if flops is None or peak is None else Utilization(flops, count * peak)
+
+
+# -- what a run was made with: versions of the libraries, and the commit of a clone ------------------------------------
+
+
+def versions() -> dict[str, str]:
+    """The versions of graphmod, torch, transformers and Python, by name."""
+    return {
+        "graphmod": graphmod.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def commit(clone: Path | None = None) -> str | None:
+    """The commit that a clone is at, 40 or 64 hexadecimal digits, read from `.git`; None where there is none.
+
+    Args:
+        clone: its root folder; None means that of graphmod.
+    """
+    git = (clone or Path(graphmod.__file__).parent.parent) / ".git"
+    if git.is_file():  # of a worktree, or of a submodule
+        git = (git.parent / _read(git).removeprefix("gitdir:").strip()).resolve()
+    head = _read(git / "HEAD")
+    if not head.startswith("ref:"):
+        return head or None
+    name = head.removeprefix("ref:").strip()
+    shared = (git / _read(git / "commondir")).resolve()
+    for folder in (git, shared):
+        if found := _read(folder / name):
+            return found
+    packed = (line.split() for line in _read(shared / "packed-refs").splitlines())
+    return next((words[0] for words in packed if len(words) == 2 and words[1] == name), None)
+
+
+# -- the result --------------------------------------------------------------------------------------------------------
 
 RESULT_FILE = "result.json"
 
@@ -40,7 +263,7 @@ class RunResult:
             kept began.
         graph: the counters of `GraphStats`, evaluation apart.
         evaluation_graph: what evaluations added to them, the graphs that training shares with them included.
-        flops_per_token, peak_flops: of the model and of the devices (`train/report/flops.py`); None where unknown.
+        flops_per_token, peak_flops: of the model and of the devices (`train/result.py`); None where unknown.
         seconds: of the loop, evaluation included.
         checkpoint: folder of the last checkpoint, relative to the run's.
         resumed_at_step: steps done by earlier processes; `step_ms` and `host_ms` begin there.

@@ -1,0 +1,610 @@
+"""The format of a checkpoint: a folder that `from_pretrained` loads, and beside the weights what resuming needs.
+
+Which checkpoint a run resumes from is decided in `train/run/resume.py`. A checkpoint appears whole or not at all: it is
+written under another name, forced to the disk, and renamed; what it says of itself, `train/folders.py` knows.
+"""
+
+import json
+import logging
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, distributed, nn
+from transformers import PreTrainedModel
+
+import graphmod
+from graphmod.errors import GraphmodError
+from graphmod.torch_private import REDISTRIBUTE
+from graphmod.train.folders import (
+    EMA_FOLDER,
+    FORMAT,
+    MANIFEST_FILE,
+    PARTS,
+    STATE_FILE,
+    WEIGHTS_FILE,
+    DamagedCheckpoint,
+    being_replaced,
+    being_written,
+    checkpoint_name,
+    checkpoints,
+    checksum,
+    clear_leftovers,
+)
+from graphmod.train.model import dims_of, has_adapters, load_weights, no_transformers_bars, save_merged
+from graphmod.train.parallel import is_split, local, shards, spread, whole
+from graphmod.train.settings import MERGED_FOLDER
+from graphmod.train.step import TrainStep
+
+# -- how far a run is, and the random state of its generators ----------------------------------------------------------
+
+
+@dataclass
+class Progress:
+    """How far a run is and what it was told; the part of a checkpoint that is not tensors of the model.
+
+    Attributes:
+        steps_done: optimizer steps; also the position in the data.
+        config: all settings, as plain values, by group.
+        settings: those that decide the numbers (see `train/run/decisive.py`), by their full name.
+        data: fingerprint of the training tokens.
+        losses: one a step so far.
+        eval_losses: (steps done, loss).
+        ranks: how many trained together on different batches.
+        processes: how many there were in all.
+        arrangement: how all ranks shared the model, in words.
+        seen: how much of the data they had seen, and how much an epoch has (`Place`).
+        random: the random state of each rank; empty where that of this process is meant.
+    """
+
+    steps_done: int
+    config: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    data: str = ""
+    losses: list[float] = field(default_factory=list)
+    eval_losses: list[tuple[int, float]] = field(default_factory=list)
+    ranks: int = 1
+    processes: int = 1
+    arrangement: str = ""
+    seen: tuple[int, int] | None = None
+    random: list[dict[str, torch.Tensor]] = field(default_factory=list)
+
+
+def random_state(device: torch.device) -> dict[str, torch.Tensor]:
+    """The state of the random generators that training draws from."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Puts the generators back to what `random_state` found."""
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+# -- the weights of a model that is not of transformers, in one file, as `safetensors.torch` has them ------------------
+
+_KIND = "format"
+
+
+def save_plain(weights: Mapping[str, Tensor], file: Path) -> None:
+    """Writes `weights`, of which those that are the same memory are written once; `safetensors.torch.load_model` reads
+    them.
+
+    Raises:
+        GraphmodError: something in it is no tensor.
+    """
+    kept: dict[str, Tensor] = {}
+    tied, known = {}, {}
+    for name, value in weights.items():
+        if not isinstance(value, Tensor):
+            raise GraphmodError(
+                f"the model's state_dict holds a {type(value).__name__} as {name!r}, and a checkpoint holds tensors "
+                "only; keep it in a buffer"
+            )
+        same = (value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else name
+        if same in known:
+            tied[name] = known[same]
+            continue
+        known[same], kept[name] = name, value.detach().to("cpu", copy=True).contiguous()
+    save_file(kept, file, {_KIND: "pt", **tied})
+
+
+def load_plain(file: Path) -> dict[str, Tensor]:
+    """All that `save_plain` was given, on the CPU."""
+    with safe_open(file, framework="pt") as found:
+        weights = {name: found.get_tensor(name) for name in found.keys()}  # noqa: SIM118
+        tied = {name: kept for name, kept in (found.metadata() or {}).items() if name != _KIND}
+    return weights | {name: weights[kept] for name, kept in tied.items()}
+
+
+# -- of a split model, each rank's part of the rest --------------------------------------------------------------------
+# They hold the optimizer's state and the averaged weights, by the names of parameters (torch.distributed.checkpoint),
+# so that other ranks, however many and however they share the model, find their parts in them.
+
+SHARDS = "shards"
+_OPTIMIZER, _EMA = "optimizer", "ema"
+
+
+def _names(step: TrainStep) -> list[str]:
+    """The names of the trained parameters, in the order of the optimizer."""
+    known = {id(parameter): name for name, parameter in step.model.named_parameters()}
+    return [known[id(parameter)] for parameter in step.iteration.trained]
+
+
+def _state(step: TrainStep) -> dict[str, Tensor]:
+    """This rank's part of what is saved, by name."""
+    found = {}
+    names, trained = _names(step), step.iteration.trained
+    for name, parameter in zip(names, trained, strict=True):
+        for kind, value in step.optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                found[f"{_OPTIMIZER}/{name}/{kind}"] = value
+    return found | {f"{_EMA}/{name}": value for name, value in zip(names, step.iteration.ema, strict=False)}
+
+
+def save_shards(folder: Path, step: TrainStep, group: Any, checksum: Callable[[Path], int]) -> dict[str, list[int]]:
+    """Writes this rank's part into `folder`, which there is; all ranks have to call this.
+
+    Args:
+        group: of the ranks, for what the host says.
+
+    Returns:
+        Size and checksum of each file that this rank wrote.
+
+    Raises:
+        OSError: a rank could not write.
+    """
+    from torch.distributed import checkpoint
+
+    writer = checkpoint.FileSystemWriter(folder, sync_files=True)
+    try:
+        checkpoint.save(_state(step), storage_writer=writer, process_group=group)
+    except checkpoint.CheckpointException as error:
+        rank, (reason, _) = next(iter(error.failures.items()))
+        if not isinstance(reason, OSError):
+            raise RuntimeError(f"rank {rank}: {reason}") from error
+        raise OSError(f"rank {rank}: {reason}") from error
+    mine = sorted(folder.glob(f"__{distributed.get_rank(group)}_*"))
+    return {path.name: [path.stat().st_size, checksum(path)] for path in mine}
+
+
+def load_shards(folder: Path, step: TrainStep) -> None:
+    """Puts this rank's part, which may be all, into the optimizer and the averaged weights of `step`.
+
+    Raises:
+        DamagedCheckpoint: `folder` cannot be read.
+    """
+    from torch.distributed import checkpoint
+
+    parameters = dict(zip(_names(step), step.iteration.trained, strict=True))
+    reader = checkpoint.FileSystemReader(folder)
+    try:
+        wanted = {}
+        of_tensors: dict[str, Any] = reader.read_metadata().state_dict_metadata
+        for key, saved in of_tensors.items():
+            name = key.split("/")[1]
+            if key.startswith(f"{_EMA}/") and not step.has_ema:
+                continue
+            like = parameters[name].detach()
+            if tuple(saved.size) == tuple(like.shape):
+                wanted[key] = torch.zeros_like(like, dtype=saved.properties.dtype)
+            else:  # a count of steps, say
+                wanted[key] = torch.zeros(saved.size, dtype=saved.properties.dtype)
+        with warnings.catch_warnings():  # that each rank reads for itself, as it is told
+            warnings.simplefilter("ignore", UserWarning)
+            checkpoint.load(wanted, storage_reader=reader, no_dist=True)
+    except (Exception, checkpoint.CheckpointException) as error:
+        raise DamagedCheckpoint(f"{folder} cannot be read: {error}") from error
+    kinds: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
+    averages = {}
+    for key, value in wanted.items():
+        first, name, *kind = key.split("/")
+        if first == _EMA:
+            averages[name] = value
+        else:
+            kinds[name][kind[0]] = value
+    put_state(step, kinds, averages)
+
+
+def put_state(step: TrainStep, kinds: dict[str, dict[str, Any]], averages: dict[str, Tensor]) -> None:
+    """Puts an optimizer's state and averaged weights, by the names of parameters, into `step`.
+
+    Args:
+        kinds: the state of each parameter; of this rank's part, or whole.
+        averages: likewise; empty where there are none.
+    """
+    names, trained = _names(step), step.iteration.trained
+    state = {}
+    for index, (name, parameter) in enumerate(zip(names, trained, strict=True)):
+        if kinds.get(name):
+            state[index] = {kind: _part(value, parameter) for kind, value in kinds[name].items()}
+    groups = step.optimizer.state_dict()["param_groups"]
+    step.optimizer.load_state_dict({"state": state, "param_groups": groups})
+    with torch.no_grad():
+        for name, average in zip(names, step.iteration.ema, strict=False):
+            local(average).copy_(local(_part(averages[name], average)))
+
+
+def _part(value: Any, like: Tensor) -> Any:
+    return spread(value, like) if isinstance(value, Tensor) and value.shape == like.shape else value
+
+
+def by_name(step: TrainStep, saved: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
+    """The optimizer's state and averaged weights that a whole model was saved with, for `put_state`.
+
+    Args:
+        saved: what `load_training_state` found. It has them in the order of the optimizer of a whole model: matrices,
+            then vectors.
+    """
+    known = {id(parameter): name for name, parameter in step.model.named_parameters()}
+    trained = [parameter for parameter in step.model.parameters() if parameter.requires_grad]
+    ordered = sorted(trained, key=lambda parameter: parameter.dim() <= 1)
+    names = [known[id(parameter)] for parameter in ordered]
+    state = saved["optimizer"]["state"]
+    averages = dict(zip(names, saved["step"].get("ema", ()), strict=False))
+    return {names[index]: kinds for index, kinds in state.items()}, averages
+
+
+def put_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Copies whole weights, by name, to this rank's part of a model."""
+    here = model.state_dict(keep_vars=True)
+    with torch.no_grad():
+        for name, value in weights:
+            local(here[name]).copy_(local(spread(value, here[name])))
+
+
+def whole_weights(model: nn.Module, keep: bool) -> dict[str, Tensor]:
+    """All weights of a split model by name, on the CPU; all ranks have to call this. Tied ones are one tensor.
+
+    Args:
+        keep: whether this rank wants them; others get an empty dict.
+    """
+    found, known = {}, {}
+    with _without_advice():
+        for name, value in model.state_dict(keep_vars=True).items():
+            if id(value) not in known:
+                collected = whole(value.detach())
+                known[id(value)] = collected.to("cpu", copy=True) if keep else None  # of what may change again
+            found[name] = known[id(value)]
+    return found if keep else {}
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Torch would say that to collect what is split in two ways takes two steps."""
+    logger = logging.getLogger(REDISTRIBUTE)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+log = logging.getLogger("graphmod")
+
+_LEAST_FREE = 1 << 22
+# Weights and AdamW's two moments in the parameters' dtype, and a margin for what is small.
+_COPIES, _MARGIN = 3, 1.05
+
+
+def _sync(path: Path) -> None:
+    # Without this a power cut after the rename may leave a whole name on half the content.
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@dataclass
+class _Parts:
+    """What ranks that have parts of a model hand to the first one.
+
+    Attributes:
+        weights, averages: all weights, and the averaged ones, by name; None where the model has them.
+        files: that ranks have written: size and checksum, by path.
+    """
+
+    weights: dict[str, torch.Tensor] | None = None
+    averages: dict[str, torch.Tensor] | None = None
+    files: dict[str, list[int]] = field(default_factory=dict)
+
+
+def _save_parts(partial: Path, model: nn.Module, step: TrainStep, ranks: Any) -> _Parts:
+    """Writes this rank's part; all ranks call this."""
+    if ranks.first:
+        (partial / SHARDS).mkdir()
+    ranks.wait()
+    found = _Parts(whole_weights(model, ranks.first))
+    if step.has_ema:
+        with step.ema_weights():
+            found.averages = whole_weights(model, ranks.first)
+    for files in ranks.all(save_shards(partial / SHARDS, step, ranks.host, checksum)):
+        found.files |= {f"{SHARDS}/{name}": listed for name, listed in files.items()}
+    return found
+
+
+def _save_model(model: nn.Module, folder: Path, merge: bool, weights: dict[str, torch.Tensor] | None) -> None:
+    if not isinstance(model, PreTrainedModel):
+        folder.mkdir(exist_ok=True)
+        save_plain(model.state_dict() if weights is None else weights, folder / WEIGHTS_FILE)
+        return
+    model.save_pretrained(folder, state_dict=weights)
+    if merge and has_adapters(model):  # of which alone transformers writes the weights
+        save_merged(model, folder, folder / MERGED_FOLDER)
+
+
+def _save_weights(folder: Path, model: nn.Module, step: TrainStep, merge: bool, parts: _Parts) -> None:
+    with no_transformers_bars(), _config_to_generate(model):
+        _save_model(model, folder, merge, parts.weights)
+        if step.has_ema:
+            with step.ema_weights() if parts.averages is None else nullcontext():
+                _save_model(model, folder / EMA_FOLDER, merge, parts.averages)
+
+
+@contextmanager
+def _config_to_generate(model: nn.Module) -> Iterator[None]:
+    """Training has no use for a key-value cache; whoever loads the model to generate has."""
+    if not isinstance(model, PreTrainedModel):
+        yield
+        return
+    before = dict(vars(model.config))  # saving writes dtype and architectures there, which a captured step may read
+    try:
+        model.config.use_cache = True
+        yield
+    finally:
+        vars(model.config).clear()
+        vars(model.config).update(before)
+
+
+def _write(
+    partial: Path,
+    model: nn.Module,
+    step: TrainStep,
+    progress: Progress,
+    tokenizer: Any,
+    merge: bool,
+    parts: _Parts,
+) -> None:
+    _save_weights(partial, model, step, merge, parts)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(partial)
+        if step.has_ema:  # a model of its own, which is sampled from as such
+            tokenizer.save_pretrained(partial / EMA_FOLDER)
+    state = {
+        "steps_done": progress.steps_done,
+        **_trained(step, in_shards=bool(parts.files)),
+        "random": progress.random[0] if progress.random else random_state(step.device),
+        "random_of_others": progress.random[1:],
+        "losses": torch.tensor(progress.losses, dtype=torch.float32),
+        "eval_losses": [list(entry) for entry in progress.eval_losses],
+    }
+    torch.save(state, partial / STATE_FILE)
+    listed = {}
+    for path in sorted(path for path in partial.rglob("*") if path.is_file()):  # the manifest is not there yet
+        _sync(path)
+        name = path.relative_to(partial).as_posix()
+        listed[name] = parts.files.get(name) or [path.stat().st_size, checksum(path)]
+    manifest = {
+        "format": FORMAT,
+        "graphmod": graphmod.__version__,
+        **{name: getattr(progress, name) for name in PARTS},
+        "loss": progress.losses[-1] if progress.losses else None,
+        "files": listed,
+    }
+    (partial / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    _sync(partial / MANIFEST_FILE)
+    for folder in (*(path for path in partial.rglob("*") if path.is_dir()), partial):
+        _sync(folder)
+
+
+def _trained(step: TrainStep, in_shards: bool) -> dict[str, Any]:
+    """The state of optimizer and step, as far as it is not in shards."""
+    state = step.state_dict()
+    if not in_shards:
+        return {"optimizer": step.optimizer.state_dict(), "step": state}
+    state.pop("ema", None)
+    return {"learning_rate": float(step.learning_rate), "step": state}
+
+
+def save_checkpoint(
+    parent: Path,
+    model: nn.Module,
+    step: TrainStep,
+    progress: Progress,
+    tokenizer: Any,
+    keep: int,
+    merge: bool = False,
+    ranks: Any = None,
+) -> Path:
+    """Writes `parent/step_N`: safetensors and, of a model of transformers, `config.json`; the tokenizer if there is
+    one, `training_state.pt` (optimizer, schedule, random state, losses) and `checkpoint.json`. Averaged weights go into
+    its folder `ema`.
+    Of a model with adapters these are saved alone, and with `merge` the whole model beside them in the folder `merged`.
+
+    Of a split model the state of the optimizer is in the folder `shards` instead, to which each rank writes its part.
+
+    Earlier checkpoints are removed once this one is on the disk, so that `keep` remain; this one always does.
+
+    Args:
+        ranks: those that have a part each of the model, all of which call this; the first one owns the folder. None
+            where this process has all of it.
+
+    Raises:
+        GraphmodError: the disk is full, or may not be written to. Earlier checkpoints are untouched then.
+    """
+    folder = parent / checkpoint_name(progress.steps_done)
+    partial, replaced = being_written(folder), being_replaced(folder)
+    owns = ranks is None or ranks.first
+    try:
+        if not owns:
+            _save_parts(partial, model, step, ranks)
+            return folder
+        clear_leftovers(parent)
+        partial.mkdir(parents=True)
+        parts = _Parts() if ranks is None else _save_parts(partial, model, step, ranks)
+        _write(partial, model, step, progress, tokenizer, merge, parts)
+        if folder.exists():
+            os.replace(folder, replaced)
+        os.replace(partial, folder)
+        _sync(parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+    except BaseException as error:
+        full = _no_space(parent)
+        if owns:
+            clear_leftovers(parent)
+        # Writers of tensors report a full disk as errors of their own; anything else they raise is a bug, or another
+        # rank is gone.
+        known = (OSError, RuntimeError) if ranks is None else OSError
+        if not isinstance(error, Exception) or not (
+            full or isinstance(error, known) or type(error).__module__.startswith("safetensors")
+        ):
+            raise
+        raise _cannot_save(folder, "no space left on the disk" if full else error) from error
+    for old in [path for path in checkpoints(parent) if path != folder][max(keep - 1, 0) :]:
+        _remove(old)
+    return folder
+
+
+def _remove(folder: Path) -> None:
+    # Under another name first: what is ended in the middle of it should not look like a damaged checkpoint.
+    partial = being_written(folder)
+    with suppress(OSError):
+        os.replace(folder, partial)
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def _no_space(folder: Path) -> bool:
+    try:
+        return shutil.disk_usage(folder).free < _LEAST_FREE
+    except OSError:
+        return False
+
+
+def _cannot_save(folder: Path, error: Exception | str) -> GraphmodError:
+    reason = (str(error) or type(error).__name__).splitlines()[0]
+    earlier = checkpoints(folder.parent)
+    way_out = "make room, or write elsewhere (hydra.run.dir=FOLDER)"
+    if earlier:
+        way_out = (
+            f"the newest one there is {earlier[0]}; make room, or resume from that one in another folder "
+            f"(train.resume={earlier[0]} hydra.run.dir=FOLDER)"
+        )
+    return GraphmodError(f"cannot save the checkpoint {folder}: {reason}; {way_out}")
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
+
+
+def check_room(folder: Path, model: nn.Module, with_ema: bool, at_once: int) -> None:
+    """Raises GraphmodError when `folder` cannot be written to, or its disk has no room for one checkpoint.
+
+    Args:
+        at_once: how many the run may have there; where there is no room for so many, the log says so.
+    """
+    size = sum(parameter.nbytes for parameter in {id(p): p for p in model.parameters()}.values())
+    ema = sum(4 * p.numel() + p.nbytes for p in model.parameters()) if with_ema else 0
+    needed = int((_COPIES * size + ema) * _MARGIN)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.write_bytes(b"\0")
+        probe.unlink()
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise GraphmodError(f"cannot write checkpoints to {folder}: {error.strerror}") from error
+    if free < needed:
+        with suppress(OSError):
+            folder.rmdir()  # else a run that never began leaves a folder behind; it stays where it holds anything
+        raise GraphmodError(
+            f"a checkpoint takes about {_size(needed)}, and the disk of {folder} has {_size(free)} free; make "
+            "room, write elsewhere (hydra.run.dir=FOLDER), or train.checkpoint=false"
+        )
+    if free < needed * (more := at_once - len(checkpoints(folder))):
+        log.warning(
+            f"the disk of {folder} has {_size(free)} free, and {more} more checkpoints of about {_size(needed)} may be "
+            "there at once: train.keep_checkpoints, and the one that is written; make room, or keep fewer"
+        )
+
+
+# -- reading: by these ranks, or others that share the model in another way --------------------------------------------
+
+
+def load_training_state(folder: Path) -> dict[str, Any]:
+    """What `save_checkpoint` put beside the model, on the CPU. Raises DamagedCheckpoint when it cannot be read."""
+    try:
+        return torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged file fails in any of a dozen ways
+        raise DamagedCheckpoint(f"{folder / STATE_FILE} cannot be read: {error}") from error
+
+
+def saved_weights(folder: Path, model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The weights of `model` that a checkpoint holds, by name, on the CPU. Raises ConfigError where they cannot be
+    read."""
+    dims = dims_of(model)
+    if dims is None:
+        return load_plain(folder / WEIGHTS_FILE)
+    kind = type(model).__mro__[2] if shards(model) else type(model)  # of one that is sharded, what it was
+    return load_weights(folder, dims, dtype, kind).state_dict()
+
+
+def restore(
+    folder: Path,
+    model: nn.Module,
+    step: TrainStep,
+    weights: dict[str, Tensor],
+    rank: int = 0,
+    ranks: int = 1,
+    seed: int = 0,
+) -> Progress:
+    """Puts a run back to where it was when `folder` was saved, in place: addresses stay.
+
+    Args:
+        folder: a verified checkpoint.
+        model, step: built as they were for that run.
+        weights: of the model that `folder` holds.
+        rank, ranks: which one this is, of how many. Where there were as many, each gets its random state back; else the
+            first gets its own.
+        seed: of the random numbers of a rank that has no random state from before.
+    """
+    state = load_training_state(folder)
+    rates = [group["lr"] for group in step.optimizer.param_groups]
+    # Into the model built as before: buffers that are in no file, such as rotary frequencies, stay as they were then.
+    if is_split(model):
+        put_weights(model, weights.items())
+    else:
+        model.load_state_dict(weights)
+    if "optimizer" not in state:
+        load_shards(folder / SHARDS, step)
+    elif is_split(model):
+        put_state(step, *by_name(step, state))
+        state["step"].pop("ema", None)
+    else:
+        step.optimizer.load_state_dict(state["optimizer"])
+    for group, rate in zip(step.optimizer.param_groups, rates, strict=True):
+        rate.copy_(torch.as_tensor(state.get("learning_rate", group["lr"])))
+        group["lr"] = rate
+    step.load_state_dict(state["step"])
+    states = [state["random"], *state.get("random_of_others", ())]
+    if rank == 0 or len(states) == ranks:
+        set_random_state(states[rank], step.device)
+    else:
+        torch.manual_seed(seed)
+    evaluated = [(done, loss) for done, loss in state["eval_losses"]]
+    return Progress(state["steps_done"], losses=state["losses"].tolist(), eval_losses=evaluated)

@@ -1,1 +1,0 @@
-"""Where the points of a run are written beside its own files: TensorBoard, a CSV file, Weights & Biases."""
