@@ -119,7 +119,7 @@ def make_step(mode: str, shape: dict[str, int]) -> tuple[Any, Any]:
 
 def _choosing(model: Any, optimizer: Any, how: str) -> tuple[Any, Any]:
     """What `graph=auto` does in a run: measures the scopes on the first steps and keeps one."""
-    from graphmod.train.run.auto import AutoScope, candidates
+    from graphmod.train.auto import AutoScope, candidates
     from graphmod.train.settings import TrainGraphConfig
     from graphmod.train.step import TrainStep
 

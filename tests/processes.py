@@ -19,7 +19,7 @@ import torch
 
 PRELOADED = ["graphmod.cli.training.job", "graphmod.cli.generation.loading", "graphmod.decode", "graphmod.check.cli"]
 PRELOADED += ["transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"]
-PRELOADED += ["torch.distributed.fsdp", "torch.utils.tensorboard", "graphmod.train.run.loop"]
+PRELOADED += ["torch.distributed.fsdp", "torch.utils.tensorboard", "graphmod.train.run"]
 COPIES = multiprocessing.get_context("forkserver")
 COPIES.set_forkserver_preload(PRELOADED)
 CONTEXT = multiprocessing.get_context("spawn") if torch.cuda.is_available() else COPIES

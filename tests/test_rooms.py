@@ -33,8 +33,8 @@ WITHIN = {
             "draws",
             "activations",
         ),
-        *("compile", "optim", "step", "device", "data", "batches", "result", "checkpoint", "metrics", "display"),
-        *("profile", "compare", "run"),
+        *("compile", "optim", "step", "device", "ranks", "data", "batches", "result", "checkpoint", "metrics"),
+        *("display", "profile", "compare", "resume", "fitting", "auto", "run", "check"),
     ),
     "cli": (*("stdout", "start", "errors", "app", "training", "generation", "serving", "main"),),
 }

@@ -1,6 +1,6 @@
 """The format of a checkpoint: a folder that `from_pretrained` loads, and beside the weights what resuming needs.
 
-Which checkpoint a run resumes from is decided in `train/run/resume.py`. A checkpoint appears whole or not at all: it is
+Which checkpoint a run resumes from is decided in `train/resume.py`. A checkpoint appears whole or not at all: it is
 written under another name, forced to the disk, and renamed; what it says of itself, `train/folders.py` knows.
 """
 
@@ -54,7 +54,7 @@ class Progress:
     Attributes:
         steps_done: optimizer steps; also the position in the data.
         config: all settings, as plain values, by group.
-        settings: those that decide the numbers (see `train/run/decisive.py`), by their full name.
+        settings: those that decide the numbers (see `train/resume.py`), by their full name.
         data: fingerprint of the training tokens.
         losses: one a step so far.
         eval_losses: (steps done, loss).

@@ -781,7 +781,7 @@ def cached(folder: str | None, key: dict[str, Any], make: Callable[[], tuple[Ten
     Args:
         folder: made if need be; None keeps nothing.
         key: plain values, all that the tokens depend on.
-        make: the tokens, as `train.data.encode.flattened` returns them.
+        make: the tokens, as `flattened` returns them.
     """
     if folder is None:
         return make()

@@ -18,7 +18,7 @@ from graphmod.cli.training.job import Job, run_job
 from graphmod.errors import ConfigError
 from graphmod.train.folders import FORMAT, NewerCheckpoint
 from graphmod.train.result import RunResult
-from graphmod.train.run.loop import train
+from graphmod.train.run import train
 
 
 def test_generating_in_several_processes_is_refused_in_one_sentence(monkeypatch, capsys):

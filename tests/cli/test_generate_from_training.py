@@ -22,7 +22,7 @@ from graphmod.cli.generation.schema import DeviceName, ModelSource
 from graphmod.decode import DecodeEngine
 from graphmod.decode.text import ByteCodec, TextStream, codec_for
 from graphmod.errors import ConfigError
-from graphmod.train.run.loop import train
+from graphmod.train.run import train
 
 
 @pytest.mark.parametrize("scope", ["none", "per_layer", "full_iteration"])

@@ -14,9 +14,8 @@ from graphmod.cli.training.settings import parse
 from graphmod.errors import ConfigError
 from graphmod.train.folders import CHECKPOINTS, FORMAT, MANIFEST_FILE, NewerCheckpoint, checkpoints
 from graphmod.train.result import RunResult
-from graphmod.train.run.decisive import differences
-from graphmod.train.run.loop import train
-from graphmod.train.run.resume import claimed
+from graphmod.train.resume import claimed, differences
+from graphmod.train.run import train
 
 CONSTANT = ["optim.warmup_fraction=0", "optim.min_lr_ratio=1"]
 

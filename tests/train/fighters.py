@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from graphmod.train import folders as ownership
 from graphmod.train.folders import FolderInUse, owned
-from graphmod.train.run.loop import train
+from graphmod.train.run import train
 from graphmod.train.settings import RunConfig
 
 WON, LOST = 0, 3

@@ -8,7 +8,7 @@ from transformers import GPT2Config, LlamaConfig, Qwen3Config
 
 from graphmod.errors import ConfigError
 from graphmod.train.model import transformers_config
-from graphmod.train.run.loop import train
+from graphmod.train.run import train
 from graphmod.train.settings import ModelConfig
 
 SIZES = {"layers": 2, "hidden_size": 32, "heads": 4, "intermediate_size": 64, "max_positions": 64}

@@ -20,7 +20,7 @@ from graphmod.cli.training.resumed import job_settings
 from graphmod.cli.training.settings import parse
 from graphmod.decode import DecodeEngine
 from graphmod.errors import ConfigError
-from graphmod.train.run.loop import train
+from graphmod.train.run import train
 from graphmod.train.settings import MERGED_FOLDER
 
 

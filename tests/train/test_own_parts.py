@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from graphmod.cli.generation.folder import model_folder
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.batches import ShuffledEpochs
+from graphmod.train.check import check_training
 from graphmod.train.optim import learning_rates
-from graphmod.train.run.hazards import check_training
-from graphmod.train.run.loop import train
+from graphmod.train.run import train
 from graphmod.train.settings import DataConfig, ModelConfig, Source, check
 
 SCOPES = ("none", "per_layer", "full_iteration")
@@ -310,8 +310,8 @@ def test_the_check_of_a_step_knows_own_parts(own, tmp_path):
 def test_what_is_tried_before_the_first_step_leaves_no_trace(own, tmp_path, monkeypatch):
     config = own("graph=none", "train.steps=2", model=named("Net"), data=named("Tokens"))
     tried = train(config, tmp_path / "tried")
-    monkeypatch.setattr("graphmod.train.run.fitting._try_logits", lambda *args: None)
-    monkeypatch.setattr("graphmod.train.run.fitting._try_loss", lambda *args, **kwargs: None)
+    monkeypatch.setattr("graphmod.train.fitting._try_logits", lambda *args: None)
+    monkeypatch.setattr("graphmod.train.fitting._try_loss", lambda *args, **kwargs: None)
     assert train(config, tmp_path / "untried").losses == tried.losses
 
 

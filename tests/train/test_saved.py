@@ -12,7 +12,7 @@ from graphmod.cli.generation.folder import model_folder
 from graphmod.errors import ConfigError
 from graphmod.train.folders import saved_folder
 from graphmod.train.model import build_model, model_config
-from graphmod.train.run.loop import train
+from graphmod.train.run import train
 from graphmod.train.settings import LOCAL, ModelConfig, Precision, check_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -19,8 +19,8 @@ from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.compare import JSON_FILE, PLOT_FILE, compare, on_tensorboard, remarks, swept, table, write_report
 from graphmod.train.folders import from_here, link_latest
 from graphmod.train.result import RunResult, median
-from graphmod.train.run.loop import train
-from graphmod.train.run.resume import NONE, holds_finished_runs
+from graphmod.train.resume import NONE, holds_finished_runs
+from graphmod.train.run import train
 
 _COMPARISONS = Path("runs/compare")  # of train.yaml
 _PROFILED = {

@@ -23,11 +23,10 @@ from graphmod.cli.training.settings import TRAIN, parse
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.display import LOG_FILE, Journal
 from graphmod.train.folders import CHECKPOINTS, checkpoints, from_here, owned
+from graphmod.train.ranks import ALONE, Ranks, joined, ranks_of
 from graphmod.train.result import RESULT_FILE, RunResult
-from graphmod.train.run.interrupt import Aborted
-from graphmod.train.run.loop import train
-from graphmod.train.run.ranks import ALONE, Ranks, joined, ranks_of
-from graphmod.train.run.resume import ResumePoint, claimed, require_left
+from graphmod.train.resume import ResumePoint, claimed, require_left
+from graphmod.train.run import Aborted, train
 from graphmod.train.settings import DeviceName, RunConfig, plain_config
 
 _LOST_SECONDS = 3.0
@@ -150,7 +149,7 @@ def _say_stopped(result: RunResult, folder: Path, job: Job) -> None:
 
 def _check(config: RunConfig, folder: Path) -> Path:
     """Only says what would keep the step out of graphs; raises SystemExit where something would."""
-    from graphmod.train.run.hazards import CHECK_FILE, check_training
+    from graphmod.train.check import CHECK_FILE, check_training
 
     report = check_training(config, folder)
     show(f"{report}\n  written to {folder / CHECK_FILE}")

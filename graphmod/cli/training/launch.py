@@ -19,7 +19,7 @@ from typing import Any
 import graphmod
 from graphmod.check.ranks import environment, free_port
 from graphmod.cli.errors import JobFailed
-from graphmod.train.run.interrupt import stop_signals
+from graphmod.train.run import stop_signals
 
 _GRACE = 15.0  # seconds for the other ranks, which know by themselves that one is gone
 _LAST_GRACE = 5.0

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from graphmod.train.run.ranks import Ranks
+from graphmod.train.ranks import Ranks
 
 # Seconds for the main thread, which tidies up: where another rank is gone, and where it may find the same error itself.
 _GRACE_ALONE, _GRACE = 1.5, 4.0

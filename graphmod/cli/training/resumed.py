@@ -18,8 +18,16 @@ from graphmod.cli.start import CONFIGS, ranks_started
 from graphmod.errors import ConfigError
 from graphmod.train.device import pick_device
 from graphmod.train.folders import DamagedCheckpoint, read_manifest
-from graphmod.train.run.decisive import all_settings, require_same, with_changes
-from graphmod.train.run.resume import AUTO, NONE, ResumePoint, newest_readable, run_of
+from graphmod.train.resume import (
+    AUTO,
+    NONE,
+    ResumePoint,
+    all_settings,
+    newest_readable,
+    require_same,
+    run_of,
+    with_changes,
+)
 from graphmod.train.settings import DeviceName, ParallelMode, RunConfig
 
 _RESUME = "train.resume"

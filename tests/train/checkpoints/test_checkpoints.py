@@ -14,10 +14,10 @@ from test_data import word_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from graphmod.errors import ConfigError, GraphmodError
+from graphmod.train import run as steps
 from graphmod.train.checkpoint import check_room
 from graphmod.train.folders import MANIFEST_FILE, DamagedCheckpoint, checkpoint_name, checkpoints, verify
-from graphmod.train.run import steps
-from graphmod.train.run.loop import train
+from graphmod.train.run import train
 from graphmod.train.step import TrainStep
 
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.folders import verify
-from graphmod.train.run.ranks import ALONE, joined
+from graphmod.train.ranks import ALONE, joined
 from graphmod.train.settings import DeviceName
 
 SETTINGS = ["train.ema_decay=0.9", "optim.max_grad_norm=0.5", "train.checkpoint_every=4"]

@@ -11,7 +11,7 @@ from graphmod.decode.text.codec import TokenizerCodec
 from graphmod.errors import ConfigError
 from graphmod.train.data import _kind, load_corpus
 from graphmod.train.loss import inputs_of
-from graphmod.train.run.loop import train
+from graphmod.train.run import train
 from graphmod.train.settings import DataConfig, ModelConfig, Source, TrainOn
 
 pytest.importorskip("datasets")

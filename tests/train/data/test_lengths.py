@@ -17,7 +17,7 @@ from graphmod.train.batches import (
 )
 from graphmod.train.loss import PADDING, next_token_loss
 from graphmod.train.model import build_model, model_config
-from graphmod.train.run.loop import train
+from graphmod.train.run import train
 
 CPU = torch.device("cpu")
 SCOPES = ["per_layer", "full_iteration"]

@@ -11,7 +11,7 @@ from graphmod.errors import ConfigError
 from graphmod.train import data as rows
 from graphmod.train.data import load_corpus
 from graphmod.train.loss import inputs_of
-from graphmod.train.run.loop import train
+from graphmod.train.run import train
 from graphmod.train.settings import DataConfig, Documents, ModelConfig, Source, TrainOn
 
 TEMPLATE = (

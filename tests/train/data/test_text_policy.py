@@ -13,7 +13,7 @@ from graphmod.decode import DecodeEngine
 from graphmod.decode.text import TextStream, codec_for
 from graphmod.train.data import load_corpus
 from graphmod.train.model import set_special_tokens
-from graphmod.train.run.loop import train
+from graphmod.train.run import train
 
 NAMES = ("ann", "bob", "cleo", "dan", "eve", "fay", "gus", "hal", "ida", "jo", "kim", "lou", "max", "nat")
 ENDINGS = ("waved", "left\n    and sang", "stayed\n\n    for  long:\n        [a]")

@@ -11,7 +11,7 @@ from tensorboard import program
 
 from graphmod.train.compare import compare, write_report
 from graphmod.train.result import RunResult
-from graphmod.train.run.loop import train
+from graphmod.train.run import train
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SCOPES = ("none", "per_layer", "full_iteration")

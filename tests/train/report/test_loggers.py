@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.metrics import CSV_FILE, ID_FILE, CsvLogger, by_full_name
-from graphmod.train.run.loop import train
+from graphmod.train.run import train
 from graphmod.train.settings import plain_config
 
 EVERY = ["train.log_every=1", "train.checkpoint_every=3", "train.eval_every=4", "train.eval_batches=1"]
@@ -117,7 +117,7 @@ def test_a_run_resumed_elsewhere_or_with_another_logger_begins_anew(on_text, tmp
     stop_after(5)
     train(on_text(*EVERY, "train.log=wandb"), tmp_path / "first")
     settings = [*EVERY, "train.log=[csv,wandb]", f"train.resume={tmp_path / 'first'}"]
-    from graphmod.train.run.resume import claimed
+    from graphmod.train.resume import claimed
 
     config = on_text(*settings)
     with claimed(config, tmp_path / "second", named=True) as point:

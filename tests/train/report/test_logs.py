@@ -8,7 +8,7 @@ import pytest
 from tqdm import tqdm
 
 from graphmod.train.display import beside_bar
-from graphmod.train.run.loop import train
+from graphmod.train.run import train
 
 log = logging.getLogger("graphmod")
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from graphmod.cli.training.comparison import gpu_busy_ms
+from graphmod.train import run as loop
 from graphmod.train.compare import compare, table
 from graphmod.train.profile import busy_us, communication_us
 from graphmod.train.result import RunResult
-from graphmod.train.run import loop
-from graphmod.train.run.loop import train
+from graphmod.train.run import train
 
 
 def test_overlapping_intervals_count_once():

@@ -3,7 +3,7 @@
 from conftest import shell
 
 from graphmod.cli.generation.loading import trained
-from graphmod.train.run.loop import train
+from graphmod.train.run import train
 
 
 def test_a_checkpoint_tells_its_steps_and_its_loss(on_text, tmp_path, stop_after):

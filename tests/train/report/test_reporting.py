@@ -27,8 +27,7 @@ from graphmod.train.result import (
     peak_flops,
     utilization,
 )
-from graphmod.train.run.loop import train
-from graphmod.train.run.steps import NonFiniteError
+from graphmod.train.run import NonFiniteError, train
 from graphmod.train.step import TrainStep
 
 CPU = torch.device("cpu")
@@ -282,7 +281,7 @@ def test_a_report_of_emulated_graphs_says_that_nothing_gets_faster():
 
 
 def test_the_result_names_versions_and_commit(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr("graphmod.train.run.steps.commit", lambda: "a" * 40)
+    monkeypatch.setattr("graphmod.train.run.commit", lambda: "a" * 40)
     train(tiny("data.max_bytes=20000", "train.steps=1", "graph=none"), tmp_path)
     written = json.loads((tmp_path / "result.json").read_text())
     assert written["versions"]["graphmod"] == graphmod.__version__ and written["commit"] == "a" * 40

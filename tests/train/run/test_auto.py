@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from graphmod.errors import ConfigError
-from graphmod.train.run.auto import MEASURED, AutoScope, candidates, trial_steps
-from graphmod.train.run.loop import train
+from graphmod.train.auto import MEASURED, AutoScope, candidates, trial_steps
+from graphmod.train.run import train
 from graphmod.train.settings import Scope
 
 LONG = ["train.steps=80", "model=gpt2_tiny", "model.dropout=0.2", "data.max_bytes=20000"]
@@ -182,7 +182,7 @@ def test_memory_of_what_was_tried_is_given_back_before_the_next(monkeypatch, pre
     pretend(none=8.0, per_layer=1.0, full_iteration=4.0)
     order = []
     monkeypatch.setattr(Counting, "reset", lambda self: order.append(f"reset {self.scope.value}"))
-    monkeypatch.setattr("graphmod.train.run.auto.release_memory", lambda device: order.append("release"))
+    monkeypatch.setattr("graphmod.train.auto.release_memory", lambda device: order.append("release"))
 
     def make(scope):
         order.append(f"make {scope.value}")

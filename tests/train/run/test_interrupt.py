@@ -11,8 +11,7 @@ from processes import COPIES
 
 from graphmod.cli.training.job import Job, run_job
 from graphmod.train.folders import CHECKPOINTS, checkpoints, verify
-from graphmod.train.run.interrupt import Aborted, StopRequest
-from graphmod.train.run.loop import train
+from graphmod.train.run import Aborted, StopRequest, train
 
 
 @pytest.fixture(autouse=True)

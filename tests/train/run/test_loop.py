@@ -18,8 +18,7 @@ from graphmod.train.metrics import Metrics
 from graphmod.train.model import build_model, model_config
 from graphmod.train.optim import learning_rates
 from graphmod.train.result import RunResult, StepClock
-from graphmod.train.run.loop import train
-from graphmod.train.run.steps import Run
+from graphmod.train.run import Run, train
 from graphmod.train.step import TrainStep
 
 CPU = torch.device("cpu")
@@ -163,7 +162,7 @@ def test_a_checkpoint_can_be_trained_on_as_a_local_model(on_text, settings, text
 
 
 def test_data_that_is_too_short_is_found_before_a_model_is_built(on_text, tmp_path, monkeypatch):
-    monkeypatch.setattr("graphmod.train.run.fitting.build_model", lambda *args: pytest.fail("a model was built"))
+    monkeypatch.setattr("graphmod.train.fitting.build_model", lambda *args: pytest.fail("a model was built"))
     with pytest.raises(ConfigError, match="too short"):
         train(on_text("data.max_bytes=100", "data.seq_len=128"), tmp_path)
 

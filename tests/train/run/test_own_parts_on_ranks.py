@@ -10,9 +10,9 @@ from my_parts import Net
 from safetensors.torch import load_model
 
 from graphmod.errors import ConfigError
-from graphmod.train.run.loop import train
-from graphmod.train.run.ranks import ALONE, joined
-from graphmod.train.run.resume import claimed
+from graphmod.train.ranks import ALONE, joined
+from graphmod.train.resume import claimed
+from graphmod.train.run import train
 from graphmod.train.settings import DataConfig, DeviceName, ModelConfig, Source
 
 SCOPES = ("none", "per_layer", "full_iteration")

@@ -17,8 +17,8 @@ from graphmod.errors import GraphmodError
 from graphmod.train import folders as ownership
 from graphmod.train.folders import CHECKPOINTS, FolderInUse, checkpoints, owned, verify
 from graphmod.train.result import RunResult
-from graphmod.train.run.loop import train
-from graphmod.train.run.resume import claimed
+from graphmod.train.resume import claimed
+from graphmod.train.run import train
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from graphmod.errors import ConfigError
 from graphmod.train.folders import checkpoints
-from graphmod.train.run.decisive import other_ranks
-from graphmod.train.run.loop import train
+from graphmod.train.resume import other_ranks
+from graphmod.train.run import train
 from graphmod.train.settings import plain_config
 
 SCOPES = ["none", "per_layer", "full_iteration"]

@@ -7,9 +7,9 @@ import torch
 from conftest import DROPOUT, TINY, parsed
 from group import on_ranks
 
-from graphmod.train.run.loop import train
-from graphmod.train.run.ranks import ALONE, joined
-from graphmod.train.run.resume import claimed
+from graphmod.train.ranks import ALONE, joined
+from graphmod.train.resume import claimed
+from graphmod.train.run import train
 from graphmod.train.settings import DeviceName
 
 SCOPES = ("none", "per_layer", "full_iteration")

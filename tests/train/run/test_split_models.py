@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from graphmod.cli.training.settings import parse
 from graphmod.errors import ConfigError
 from graphmod.train.parallel import is_split, split_layers
-from graphmod.train.run.ranks import ALONE, joined, ranks_of
+from graphmod.train.ranks import ALONE, joined, ranks_of
 from graphmod.train.settings import DeviceName
 
 SCOPES = ("none", "full_iteration")

@@ -19,7 +19,7 @@ from graphmod.trace.recorder import Recorder
 from graphmod.train import compile as compile_module
 from graphmod.train.activations import Recomputed, recompute_activations
 from graphmod.train.compile import compiled
-from graphmod.train.run.loop import train
+from graphmod.train.run import train
 from graphmod.train.step import TrainStep
 
 SCOPES = ["per_layer", "full_iteration"]

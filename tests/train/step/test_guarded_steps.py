@@ -12,8 +12,7 @@ from torch import nn
 
 from graphmod.train.activations import draws_random_numbers
 from graphmod.train.draws import kept_draws
-from graphmod.train.run.loop import train
-from graphmod.train.run.steps import NonFiniteError
+from graphmod.train.run import NonFiniteError, train
 from graphmod.train.step import TrainStep, next_token_loss
 
 SCOPES = ["none", "per_layer", "full_iteration"]
@@ -167,7 +166,7 @@ def on_text(tiny, text):
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_a_run_that_blows_up_stops_and_names_the_step(on_text, tmp_path, scope, monkeypatch):
-    monkeypatch.setattr("graphmod.train.run.assembly.learning_rates", lambda *args: [1e-3] * 4 + [1e30] * 96)
+    monkeypatch.setattr("graphmod.train.run.learning_rates", lambda *args: [1e-3] * 4 + [1e30] * 96)
     with pytest.raises(NonFiniteError, match="step 6: the loss or a gradient"):
         train(on_text(f"graph={scope}", "train.steps=100", "train.log_every=7"), tmp_path)
 

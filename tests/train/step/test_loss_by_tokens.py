@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphmod.train.batches import PADDING, packed_next_token_loss, padded_next_token_loss
 from graphmod.train.loss import causal_lm_loss, count_targets_of, next_token_loss
-from graphmod.train.run.evaluation import Evaluation
+from graphmod.train.run import Evaluation
 from graphmod.train.settings import TrainGraphConfig
 from graphmod.train.step import TrainStep
 

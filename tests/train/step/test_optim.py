@@ -10,7 +10,7 @@ from transformers import get_scheduler
 from graphmod.errors import ConfigError
 from graphmod.train.model import build_model, model_config
 from graphmod.train.optim import MuonWithAdamW, build_optimizer, learning_rates
-from graphmod.train.run.loop import train
+from graphmod.train.run import train
 from graphmod.train.settings import OptimConfig, OptimizerName, Precision, Schedule
 
 CPU = torch.device("cpu")

@@ -14,8 +14,8 @@ from graphmod.train import attention as varlen
 from graphmod.train import batches as sampling
 from graphmod.train.batches import choose_attention, document_bounds, most_documents, packed_next_token_loss
 from graphmod.train.model import build_model, model_config
-from graphmod.train.run.decisive import decisive_settings
-from graphmod.train.run.loop import train
+from graphmod.train.resume import decisive_settings
+from graphmod.train.run import train
 from graphmod.train.settings import PackingAttention, Precision, plain_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -10,7 +10,7 @@ from harness import config as graph_config
 from test_train_step import build
 
 from graphmod.train.compile import CompiledUpdate
-from graphmod.train.run.loop import train
+from graphmod.train.run import train
 from graphmod.train.step import TrainStep
 
 SHAPES = [(6, 4), (6, 4), (5,), (3, 2, 2), *[(4, 4)] * 19]

@@ -19,7 +19,7 @@ from graphmod.train.attention import NAME
 from graphmod.train.batches import Batches, Data, Items, described
 from graphmod.train.loss import IGNORED, OfRows, count_targets_of, criterion_of, own_logits
 from graphmod.train.model import autocast_dtype, build_model, require_vocabulary, set_special_tokens
-from graphmod.train.run.ranks import ALONE, Ranks
+from graphmod.train.ranks import ALONE, Ranks
 from graphmod.train.settings import CUSTOM, ParallelMode, RunConfig, Scope
 from graphmod.train.step import microbatches, on_device
 from graphmod.train.targets import in_words, located, made, named, passes_on

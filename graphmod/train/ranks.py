@@ -223,3 +223,8 @@ def joined(wanted: DeviceName) -> Iterator[Ranks]:
         yield Ranks(rank, count, distributed.group.WORLD, host, Ballot(range(count), _PATIENCE.total_seconds()))
     finally:
         distributed.destroy_process_group()
+
+
+def arrangement(config: RunConfig, ranks: Ranks) -> str:
+    """How the ranks of a run share the model, in words."""
+    return f"parallel={config.parallel.mode.value} on {ranks.arrangement}"

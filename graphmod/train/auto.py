@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from graphmod.train.device import release_memory
+from graphmod.train.ranks import ALONE, Ranks
 from graphmod.train.result import StepClock, percentile, unsteady
-from graphmod.train.run.ranks import ALONE, Ranks
 from graphmod.train.settings import Scope
 from graphmod.train.step import TrainStep
 from graphmod.words import counted

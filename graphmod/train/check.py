@@ -16,10 +16,10 @@ from graphmod.config import CompileMode
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.batches import load_data, make_batches
 from graphmod.train.device import isolated, pick_device
+from graphmod.train.fitting import fitted
 from graphmod.train.loss import criterion_of
 from graphmod.train.model import model_config
-from graphmod.train.run.assembly import step_maker
-from graphmod.train.run.fitting import fitted
+from graphmod.train.run import step_maker
 from graphmod.train.settings import RunConfig, Scope
 from graphmod.train.step import TrainStep
 from graphmod.wrap.layers import edge_modules

@@ -1,1 +1,0 @@
-"""A run from its first step to its last."""
