@@ -19,8 +19,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
+from graphmod.cli.app import TRAIN, parse
 from graphmod.cli.errors import explain
-from graphmod.cli.training.settings import TRAIN, parse
 from graphmod.errors import ConfigError
 from graphmod.train.step import TrainStep
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-PRELOADED = ["graphmod.cli.training.job", "graphmod.cli.generation.loading", "graphmod.decode", "graphmod.check.cli"]
+PRELOADED = ["graphmod.cli.job", "graphmod.cli.decode", "graphmod.decode", "graphmod.check.cli"]
 PRELOADED += ["transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"]
 PRELOADED += ["torch.distributed.fsdp", "torch.utils.tensorboard", "graphmod.train.run"]
 COPIES = multiprocessing.get_context("forkserver")

@@ -38,9 +38,7 @@ def test_names_for_users_come_with_their_first_use():
 
 
 def test_a_training_run_loads_no_engine():
-    code = (
-        "import sys, graphmod.cli.training.job; print([name for name in sys.modules if name.startswith('graphmod.')])"
-    )
+    code = "import sys, graphmod.cli.job; print([name for name in sys.modules if name.startswith('graphmod.')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "graphmod.train.run" in done.stdout
     assert not any(name in done.stdout for name in ("graphmod.decode.engine", "graphmod.decode.step", "graphmod.fuse"))

@@ -36,7 +36,10 @@ WITHIN = {
         *("compile", "optim", "step", "device", "ranks", "data", "batches", "result", "checkpoint", "metrics"),
         *("display", "profile", "compare", "resume", "fitting", "auto", "run", "check"),
     ),
-    "cli": (*("stdout", "start", "errors", "app", "training", "generation", "serving", "main"),),
+    "cli": (
+        *("start", "errors", "app", "settings", "prompts", "decode", "generate", "serve", "launch", "job", "rank"),
+        *("train", "main"),
+    ),
 }
 
 

@@ -34,10 +34,10 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from graphmod.cli.errors import conclude, end_quietly, explain, unknown_flag, unknown_key, without_name, without_value
-from graphmod.cli.start import CONFIGS, shown, version
-from graphmod.cli.stdout import show
+from graphmod.cli.start import CONFIGS, show, shown, version
 from graphmod.errors import ConfigError
 from graphmod.train.folders import job_folder
+from graphmod.train.settings import RunConfig, check
 
 _LOGGING = ("hydra/job_logging", "hydra/hydra_logging")
 _UNUSED = "${unused:"
@@ -398,3 +398,27 @@ def _strict() -> Iterator[None]:
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)
+
+
+# -- the settings of a training run ------------------------------------------------------------------------------------
+
+TRAIN = App(
+    name="train",
+    kind=RunConfig,
+    texts=("train.sample_prompt",),
+    smaller="data.batch_size or data.seq_len",
+)
+
+
+def parse(settings: DictConfig | dict) -> RunConfig:
+    """The typed and checked settings of a run.
+
+    Raises:
+        ConfigError: an unknown key, a value of the wrong kind, an impossible combination, a path that is not there.
+    """
+    config = TRAIN.typed(settings)
+    check(config)
+    from graphmod.train.device import check_device  # loads PyTorch
+
+    check_device(config)
+    return config

@@ -20,8 +20,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
-from graphmod.cli.start import CONFIGS
-from graphmod.cli.stdout import complain, say_plainly, unwritten
+from graphmod.cli.start import CONFIGS, complain, say_plainly, unwritten
 from graphmod.decode.errors import RequestError
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.settings import REFUSED_OPTIMIZERS, RunConfig

@@ -58,9 +58,9 @@ def _run(home: str, arguments: list[str]) -> int:
     return main(arguments)
 
 
-train = partial(_run, "graphmod.cli.training.main")
-generate = partial(_run, "graphmod.cli.generation.main")
-serve = partial(_run, "graphmod.cli.serving.main")
+train = partial(_run, "graphmod.cli.train")
+generate = partial(_run, "graphmod.cli.generate")
+serve = partial(_run, "graphmod.cli.serve")
 check = partial(_run, "graphmod.check.cli")
 
 

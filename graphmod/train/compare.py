@@ -1,6 +1,6 @@
 """Compares runs: one row each, beside the run without graphs, with losses where other settings than the graph differ.
 
-Works on `RunResult`s alone. What calls it at the end of a multirun is `cli/training/comparison.py`.
+Works on `RunResult`s alone. What calls it at the end of a multirun is `cli/job.py`.
 """
 
 import json

@@ -1,6 +1,6 @@
 """The ranks of a run: processes that train one model together, each on a GPU of its own.
 
-A launcher (torchrun, or `cli/training/launch.py`) says in the environment how many there are and which one this is. The
+A launcher (torchrun, or `cli/launch.py`) says in the environment how many there are and which one this is. The
 first one speaks and writes for all.
 """
 

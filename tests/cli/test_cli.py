@@ -14,9 +14,9 @@ from conftest import ROOT, TINY, composed
 from processes import finished, search_first
 from transformers import AutoModelForCausalLM
 
-from graphmod.cli.training.job import Job, _way_on
-from graphmod.cli.training.main import main
-from graphmod.cli.training.settings import TRAIN, parse
+from graphmod.cli.app import TRAIN, parse
+from graphmod.cli.job import Job, _way_on
+from graphmod.cli.train import main
 from graphmod.errors import ConfigError
 from graphmod.train.folders import unused
 

@@ -9,12 +9,12 @@ import sys
 import pytest
 from conftest import TINY, composed, shell
 
+from graphmod.cli import generate as generation
+from graphmod.cli import job
 from graphmod.cli.errors import JobFailed
-from graphmod.cli.generation import main as generation
-from graphmod.cli.generation.folder import model_folder
-from graphmod.cli.stdout import OutputError
-from graphmod.cli.training import job
-from graphmod.cli.training.job import Job, run_job
+from graphmod.cli.job import Job, run_job
+from graphmod.cli.settings import model_folder
+from graphmod.cli.start import OutputError
 from graphmod.errors import ConfigError
 from graphmod.train.folders import FORMAT, NewerCheckpoint
 from graphmod.train.result import RunResult

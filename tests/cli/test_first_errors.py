@@ -20,12 +20,12 @@ from transformers import (
 
 from graphmod import CUDAGraphConfig, CUDAGraphModule, DecodeEngine, graph_layers
 from graphmod.check.cli import main as check
-from graphmod.cli.generation.folder import model_folder, require_positions
-from graphmod.cli.generation.main import GENERATE
+from graphmod.cli.app import TRAIN, parse
+from graphmod.cli.generate import GENERATE
 from graphmod.cli.main import COMMANDS
-from graphmod.cli.serving.main import SERVE
-from graphmod.cli.training.main import main
-from graphmod.cli.training.settings import TRAIN, parse
+from graphmod.cli.serve import SERVE
+from graphmod.cli.settings import model_folder, require_positions
+from graphmod.cli.train import main
 from graphmod.decode.config import EngineConfig, Sampling
 from graphmod.decode.text.codec import tokenizer_folder
 from graphmod.errors import ConfigError, UnknownSetting

@@ -16,9 +16,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
-from graphmod.cli.generation.folder import model_folder
-from graphmod.cli.generation.loading import load_model
-from graphmod.cli.generation.schema import DeviceName, ModelSource
+from graphmod.cli.decode import load_model
+from graphmod.cli.settings import DeviceName, ModelSource, model_folder
 from graphmod.decode import DecodeEngine
 from graphmod.decode.text import ByteCodec, TextStream, codec_for
 from graphmod.errors import ConfigError

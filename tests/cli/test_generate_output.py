@@ -12,11 +12,11 @@ from conftest import ROOT, typed
 from decode_models import tiny_model
 from torch import nn
 
-from graphmod.cli.generation import main as decode_cli
-from graphmod.cli.generation import run as decode_run
-from graphmod.cli.generation.folder import model_folder
-from graphmod.cli.generation.output import OutputFile, open_output
-from graphmod.cli.stdout import OutputError
+from graphmod.cli import decode as decode_run
+from graphmod.cli import generate as decode_cli
+from graphmod.cli.prompts import OutputFile, open_output
+from graphmod.cli.settings import model_folder
+from graphmod.cli.start import OutputError
 from graphmod.decode import DecodeEngine
 from graphmod.decode.text import ByteCodec
 from graphmod.errors import ConfigError, reason

@@ -14,9 +14,9 @@ from hydra.experimental.callback import Callback
 from processes import search_first
 
 from graphmod.cli import main as command
-from graphmod.cli.generation.main import main as generate
+from graphmod.cli.generate import main as generate
 from graphmod.cli.start import CONFIGS
-from graphmod.cli.training.main import main
+from graphmod.cli.train import main
 
 NET = """
 import torch

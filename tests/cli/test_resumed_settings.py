@@ -5,12 +5,11 @@ import json
 import pytest
 from conftest import DROPOUT, composed, filled
 
+from graphmod.cli import job
+from graphmod.cli.app import parse
 from graphmod.cli.errors import JobFailed
-from graphmod.cli.training import job
-from graphmod.cli.training.job import Job, run_job
-from graphmod.cli.training.main import main
-from graphmod.cli.training.resumed import job_settings
-from graphmod.cli.training.settings import parse
+from graphmod.cli.job import Job, job_settings, run_job
+from graphmod.cli.train import main
 from graphmod.errors import ConfigError
 from graphmod.train.folders import CHECKPOINTS, FORMAT, MANIFEST_FILE, NewerCheckpoint, checkpoints
 from graphmod.train.result import RunResult

@@ -12,10 +12,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from graphmod.cli.generation.main import GENERATE
+from graphmod.cli.app import TRAIN
+from graphmod.cli.generate import GENERATE
 from graphmod.cli.main import COMMANDS
-from graphmod.cli.serving.main import SERVE
-from graphmod.cli.training.settings import TRAIN
+from graphmod.cli.serve import SERVE
 from graphmod.wrap.target import MARK
 
 README = ROOT / "README.md"

@@ -17,8 +17,8 @@ from conftest import ROOT, typed
 from processes import Python
 from served import chat_model, tokenizer
 
-from graphmod.cli.serving import run
-from graphmod.cli.serving.main import SERVE, main
+from graphmod.cli import decode as run
+from graphmod.cli.serve import SERVE, main
 from graphmod.decode.config import EngineConfig
 from graphmod.errors import ConfigError
 from graphmod.serve.process import FrontProcess
@@ -140,7 +140,7 @@ def test_without_the_process_that_answers_the_other_one_ends_too(saved):
 
 
 @pytest.mark.parametrize(
-    "place", ["graphmod.cli.serving.run.load_model", "transformers.AutoModelForCausalLM.from_pretrained"]
+    "place", ["graphmod.cli.decode.load_model", "transformers.AutoModelForCausalLM.from_pretrained"]
 )
 def test_a_front_that_ends_while_the_model_is_loaded_is_noticed_then(place, saved, monkeypatch, capsys):
     def load(*_, **__):

@@ -11,13 +11,12 @@ from conftest import TINY, composed
 from made_tokenizers import byte_level
 from transformers import AutoModelForCausalLM
 
-from graphmod.cli.generation import main as generate_cli
-from graphmod.cli.generation import run as generation_run
-from graphmod.cli.generation.folder import model_folder
-from graphmod.cli.generation.loading import load_model
-from graphmod.cli.generation.schema import DeviceName, ModelSource
-from graphmod.cli.training.resumed import job_settings
-from graphmod.cli.training.settings import parse
+from graphmod.cli import decode as generation_run
+from graphmod.cli import generate as generate_cli
+from graphmod.cli.app import parse
+from graphmod.cli.decode import load_model
+from graphmod.cli.job import job_settings
+from graphmod.cli.settings import DeviceName, ModelSource, model_folder
 from graphmod.decode import DecodeEngine
 from graphmod.errors import ConfigError
 from graphmod.train.run import train

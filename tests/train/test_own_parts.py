@@ -12,7 +12,7 @@ from safetensors.torch import load_file, load_model
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from graphmod.cli.generation.folder import model_folder
+from graphmod.cli.settings import model_folder
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.batches import ShuffledEpochs
 from graphmod.train.check import check_training

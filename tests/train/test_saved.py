@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from graphmod.cli.generation.folder import model_folder
+from graphmod.cli.settings import model_folder
 from graphmod.errors import ConfigError
 from graphmod.train.folders import saved_folder
 from graphmod.train.model import build_model, model_config
@@ -76,7 +76,7 @@ def test_what_is_no_name_is_not_looked_for(cache, tmp_path, path):
 
 def test_finding_it_loads_no_torch(cache):
     code = (
-        "import sys; from graphmod.cli.generation.folder import model_folder; print(model_folder('someone/tiny'));"
+        "import sys; from graphmod.cli.settings import model_folder; print(model_folder('someone/tiny'));"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     command = [

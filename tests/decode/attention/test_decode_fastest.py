@@ -8,7 +8,7 @@ import torch
 from decode_models import prompts_of, reference, tiny_model
 from test_decode_attention import attend, filled
 
-from graphmod.cli.generation import run
+from graphmod.cli import decode as run
 from graphmod.decode import DecodeEngine
 from graphmod.decode.attention import choice
 from graphmod.decode.attention import choice as attention

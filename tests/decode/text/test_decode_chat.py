@@ -7,8 +7,8 @@ import torch
 from decode_models import tiny_model
 from made_tokenizers import CHAT_TEMPLATE, llama_like
 
-from graphmod.cli.generation import main as decode_cli
-from graphmod.cli.generation import run as decode_run
+from graphmod.cli import decode as decode_run
+from graphmod.cli import generate as decode_cli
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from made_tokenizers import byte_level, llama_like
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from graphmod.cli.generation import main as generate_cli
+from graphmod.cli import generate as generate_cli
 from graphmod.decode import DecodeEngine
 from graphmod.decode.text import TextStream, codec_for
 from graphmod.train.data import load_corpus

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphmod.cli.training.comparison import gpu_busy_ms
+from graphmod.cli.job import gpu_busy_ms
 from graphmod.train import run as loop
 from graphmod.train.compare import compare, table
 from graphmod.train.profile import busy_us, communication_us

@@ -2,7 +2,7 @@
 
 from conftest import shell
 
-from graphmod.cli.generation.loading import trained
+from graphmod.cli.decode import trained
 from graphmod.train.run import train
 
 

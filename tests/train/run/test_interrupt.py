@@ -9,7 +9,7 @@ from conftest import TINY, composed
 from fighters import LOST, train_until_renamed
 from processes import COPIES
 
-from graphmod.cli.training.job import Job, run_job
+from graphmod.cli.job import Job, run_job
 from graphmod.train.folders import CHECKPOINTS, checkpoints, verify
 from graphmod.train.run import Aborted, StopRequest, train
 

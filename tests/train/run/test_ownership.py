@@ -12,7 +12,7 @@ from conftest import DROPOUT, TINY, shell
 from fighters import LOST, WON, own_and_wait, start_at_once, train_or_lose
 from processes import COPIES
 
-from graphmod.cli.training.main import main
+from graphmod.cli.train import main
 from graphmod.errors import GraphmodError
 from graphmod.train import folders as ownership
 from graphmod.train.folders import CHECKPOINTS, FolderInUse, checkpoints, owned, verify

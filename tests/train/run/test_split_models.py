@@ -9,7 +9,7 @@ from group import on_ranks
 from test_run_on_ranks import run
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Olmo2Config, Olmo2ForCausalLM
 
-from graphmod.cli.training.settings import parse
+from graphmod.cli.app import parse
 from graphmod.errors import ConfigError
 from graphmod.train.parallel import is_split, split_layers
 from graphmod.train.ranks import ALONE, joined, ranks_of

@@ -7,10 +7,10 @@ import re
 import pytest
 from conftest import ROOT, composed
 
+from graphmod.cli.app import parse
 from graphmod.cli.errors import setting_names
 from graphmod.cli.start import CONFIGS
-from graphmod.cli.training.main import main
-from graphmod.cli.training.settings import parse
+from graphmod.cli.train import main
 from graphmod.errors import ConfigError
 from graphmod.train.folders import job_folder
 from graphmod.train.settings import Precision, RunConfig, Scope

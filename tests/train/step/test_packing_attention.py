@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphmod.cli.training.settings import parse
+from graphmod.cli.app import parse
 from graphmod.errors import ConfigError
 from graphmod.trace import recorder
 from graphmod.train import attention as varlen

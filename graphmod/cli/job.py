@@ -1,33 +1,327 @@
 """One job of `train.py`: its settings, its run, and each way it can end in words and an exit status."""
 
+import copy
+import json
 import os
 import shlex
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import torch
+from hydra import compose
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from graphmod.cli.errors import JobFailed, conclude
-from graphmod.cli.start import ranks_started, words
-from graphmod.cli.stdout import complain_for_all, say_plainly, show, stay_silent
-from graphmod.cli.training.comparison import leave
-from graphmod.cli.training.launch import launch
-from graphmod.cli.training.peers import Peers
-from graphmod.cli.training.resumed import job_settings
-from graphmod.cli.training.settings import TRAIN, parse
+from graphmod.cli.app import TRAIN, parse
+from graphmod.cli.errors import JobFailed, conclude, unknown_key
+from graphmod.cli.launch import Peers, launch
+from graphmod.cli.start import CONFIGS, complain_for_all, ranks_started, say_plainly, show, stay_silent, words
 from graphmod.errors import ConfigError, GraphmodError
+from graphmod.train.compare import JSON_FILE, PLOT_FILE, compare, on_tensorboard, remarks, swept, table, write_report
+from graphmod.train.device import pick_device
 from graphmod.train.display import LOG_FILE, Journal
-from graphmod.train.folders import CHECKPOINTS, checkpoints, from_here, owned
+from graphmod.train.folders import (
+    CHECKPOINTS,
+    DamagedCheckpoint,
+    checkpoints,
+    from_here,
+    link_latest,
+    owned,
+    read_manifest,
+)
 from graphmod.train.ranks import ALONE, Ranks, joined, ranks_of
-from graphmod.train.result import RESULT_FILE, RunResult
-from graphmod.train.resume import ResumePoint, claimed, require_left
+from graphmod.train.result import RESULT_FILE, RunResult, median
+from graphmod.train.resume import (
+    AUTO,
+    NONE,
+    ResumePoint,
+    all_settings,
+    claimed,
+    holds_finished_runs,
+    newest_readable,
+    require_left,
+    require_same,
+    run_of,
+    with_changes,
+)
 from graphmod.train.run import Aborted, train
-from graphmod.train.settings import DeviceName, RunConfig, plain_config
+from graphmod.train.settings import DeviceName, ParallelMode, RunConfig, plain_config
+
+# -- the settings of a run that is resumed: those it had and, over them, what the command line gives -------------------
+
+_RESUME = "train.resume"
+_SAID = (_RESUME, "train.steps", "train.epochs")  # what more steps mean for a run, the run says itself
+
+
+def _plain(settings: DictConfig, name: str) -> Any:
+    value = OmegaConf.select(settings, name)
+    plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    return plain.value if isinstance(plain, Enum) else plain
+
+
+def _other_than_by_default(cfg: DictConfig) -> Iterator[str]:
+    """The settings, by full name, that are not what they are without any argument."""
+    if not GlobalHydra.instance().is_initialized():
+        return
+    defaults = compose(HydraConfig.get().job.config_name, [])
+    for group in cfg:
+        for name in cfg[group]:
+            if _plain(cfg, f"{group}.{name}") != _plain(defaults, f"{group}.{name}"):
+                yield f"{group}.{name}"
+
+
+def _given(cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
+    """The settings that the command line gives, by full name. The choice of a group gives all those that files of that
+    group set: another file than the chosen one may have set them before. A file of the user's own, such as an
+    experiment, gives all that it makes different."""
+    names: list[str] = []
+    for override in OverridesParser.create().parse_overrides(overrides):
+        key = override.key_or_group
+        files = [OmegaConf.load(path) for path in (CONFIGS / key).glob("*.yaml")]
+        if ("." not in key and not (CONFIGS / key / f"{override.value()}.yaml").is_file()) or key == "experiment":
+            names += _other_than_by_default(cfg)
+        elif files:
+            names += {f"{key}.{name}" for file in files for name in file}
+        else:
+            names.append(key)
+    return {name: _plain(cfg, name) for name in sorted({*names})}
+
+
+def _folded(given: dict[str, Any], saved: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What is given, with settings that hold several values whole: what they were with what is given over it. So are
+    the arguments of a part of the user's own, in `target`.
+
+    Raises:
+        ConfigError: a setting that there is not, for a run without such a part.
+    """
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        group, *keys = name.split(".")
+        if keys and keys[0] not in saved[group]:
+            keys = ["target", *keys]
+        if len(keys) < 2 or keys[0] == "lora":
+            found[name] = value
+            continue
+        was = saved[group].get(keys[0]) or {}
+        if keys[0] == "target":
+            target = given.get(f"{group}._target_", was.get("_target_"))
+            if target is None:
+                raise ConfigError(unknown_key(name, RunConfig, str(value)))
+            if was.get("_target_") != target:
+                was = {}
+        place = found.setdefault(f"{group}.{keys[0]}", copy.deepcopy(was))
+        for part in keys[1:-1]:
+            place = place.setdefault(part, {})
+        place[keys[-1]] = value
+    return found
+
+
+def _named(resume: str) -> ResumePoint | None:
+    folder, run = Path(resume).absolute(), run_of(resume)
+    if run == folder:
+        return newest_readable(run)
+    try:
+        return ResumePoint(run, folder, read_manifest(folder))
+    except DamagedCheckpoint:
+        return None
+
+
+def _start_as_many(settings: dict[str, Any], manifest: dict[str, Any]) -> None:
+    """Has as many ranks started as the run had, where a launcher had started them, or its settings left the number to
+    the GPUs of its machine; this one may have too few."""
+    parallel = settings["parallel"]
+    shared = parallel.get("mode", ParallelMode.none.value) not in (ParallelMode.none, ParallelMode.none.value)
+    count = manifest["processes"]
+    if not shared or parallel.get("gpus") is not None or count == 1:
+        return
+    if pick_device(DeviceName(settings["train"]["device"])).type == "cpu" or count <= torch.cuda.device_count():
+        parallel["gpus"] = count
+
+
+def job_settings(cfg: DictConfig, overrides: list[str]) -> tuple[DictConfig | dict[str, Any], list[str]]:
+    """The settings of a job that Hydra has composed: with `train.resume=FOLDER` those of that run and, over them, what
+    the command line gives.
+
+    Args:
+        cfg: composed by Hydra.
+        overrides: the job's.
+
+    Returns:
+        All settings, by group, to be parsed; and in words what the command line changes of the run that is resumed.
+
+    Raises:
+        ConfigError: the folder holds no run, or a setting is to change that decides its numbers.
+    """
+    resume = str(cfg.train.resume)
+    point = None if resume in (NONE, AUTO) else _named(resume)
+    if point is None:  # where a folder was named, whoever looks for its checkpoints says what is wrong with them
+        return cfg, []
+    assert point.checkpoint is not None
+    manifest = point.manifest
+    saved = all_settings(manifest)
+    given = _folded(_given(cfg, overrides), saved)
+    # At once, because a change that may not be can also be one that does not fit to the rest.
+    require_same(point.checkpoint, manifest, with_changes(manifest["settings"], given))
+    settings = copy.deepcopy(saved)
+    changed = []
+    for name, value in {**given, _RESUME: resume}.items():
+        *path, key = name.split(".")
+        was, place = saved, settings
+        for part in path:
+            was, place = was.get(part, {}), place.setdefault(part, {})
+        if name not in _SAID and key in was and was[key] != value:
+            changed.append(f"{name} was {was[key]} and is now {value}")
+        place[key] = value
+    if "parallel.gpus" not in given and "parallel.mode" not in given and ranks_started() == 1:
+        _start_as_many(settings, manifest)
+    if "train.steps" in given and "train.epochs" not in given:
+        settings["train"]["epochs"] = None  # which would decide otherwise
+    return settings, changed
+
+
+# -- the comparison of the jobs of a multirun --------------------------------------------------------------------------
+# Jobs may run in other processes, and on other machines; so each leaves a line in the folder of the multirun.
+# How busy the GPU is takes a profiler, which slows later graph launches of the process; so that is looked at last,
+# when all times have been taken, in a few steps of each run anew.
+
+_COMPARISONS = Path("runs/compare")  # of train.yaml
+_PROFILED = {
+    "steps": 8,
+    "eval_every": 0,
+    "checkpoint": False,
+    "checkpoint_every": 0,
+    "resume": "none",
+    "log": [],
+    "profile": True,
+    "ema_decay": None,
+}
+
+
+_JOBS = ".jobs"
+_SWEEP_FILE = "multirun.yaml"  # Hydra's
+
+
+def require_new(sweep: Path, resume: str) -> None:
+    """Clears what jobs of an earlier multirun have left in its folder for the comparison.
+
+    Raises:
+        ConfigError: it holds finished runs of another multirun, and is not to be resumed.
+    """
+    if resume == NONE and holds_finished_runs(sweep):
+        raise ConfigError(
+            f"hydra.sweep.dir={from_here(sweep)} holds runs of an earlier multirun, and new ones would mix with them; "
+            "give another folder, or delete that one (train.resume=auto resumes runs that have checkpoints)"
+        )
+    shutil.rmtree(sweep / _JOBS, ignore_errors=True)
+
+
+def leave(sweep: Path, number: int, **what: Any) -> None:
+    """Leaves what there is to know of a job for the comparison.
+
+    Args:
+        sweep: the folder of the multirun.
+        number: of the job.
+        what: `name`, `folder`, `scope`, `status` (of a process with this job alone) and `error`.
+    """
+    with suppress(OSError):  # a full disk: the job itself has said so
+        (sweep / _JOBS).mkdir(exist_ok=True)
+        (sweep / _JOBS / f"{number:06}.json").write_text(json.dumps(what), encoding="utf-8")
+
+
+def conclude_sweep(sweep: Path, failed: bool) -> int:
+    """Compares the jobs that have left something; returns the highest of their exit statuses.
+
+    Args:
+        sweep: the folder of the multirun.
+        failed: it has said why there may be no job.
+
+    Raises:
+        ConfigError: there was no job.
+        GraphmodError: the comparison cannot be written.
+    """
+    jobs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((sweep / _JOBS).glob("*.json"))]
+    shutil.rmtree(sweep / _JOBS, ignore_errors=True)
+    if not jobs:
+        (sweep / _SWEEP_FILE).unlink(missing_ok=True)
+        if not failed:
+            raise ConfigError("these settings make no job; look for a choice(), range() or glob() without values")
+        return 0
+    results = {}
+    for job in jobs:
+        unfinished = RunResult(scope=job["scope"], status="failed", error=job["error"])
+        name = job["name"] if job["name"] not in results else f"{job['name']} ({len(results)})"
+        results[name] = unfinished if job["error"] else _result(job["scope"], Path(job["folder"]))
+    _compare(Path(from_here(sweep)), results)
+    return max(job["status"] for job in jobs)
+
+
+def _result(scope: str, folder: Path) -> RunResult:
+    try:
+        return RunResult.read(folder)
+    except (OSError, ValueError, TypeError) as error:
+        return RunResult(scope=scope, status="failed", error=f"it wrote no result ({error})")
+
+
+def gpu_busy_ms(result: RunResult) -> float | None:
+    """Kernel time of a step of the run, in ms, from a few steps done again, or, of several ranks, from those that the
+    run itself has recorded; None without a GPU, or if that fails."""
+    if result.ranks > 1:
+        return median(result.rank_profile.get("busy_ms", ()))
+    if not result.device or result.device.startswith("CPU"):
+        return None
+    scope = result.auto.get("chosen") or result.scope
+    graph = {**result.config["graph"], "scope": scope, "auto": False}
+    settings = {**result.config, "graph": graph, "train": {**result.config["train"], **_PROFILED}}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            return train(parse(settings), Path(folder), say=lambda text: None).profile["run"].get("busy_ms")
+        except Exception:  # the comparison is worth having without this column
+            return None
+
+
+def _compare(sweep: Path, results: dict[str, RunResult]) -> None:
+    """Prints the table, and writes it to the folder in several forms."""
+    finished = {name: result for name, result in results.items() if result.status == "finished"}
+    if any(not result.device.startswith("CPU") for result in finished.values()):
+        show("\nprofiling a few steps of each run, to see how busy the GPU is")
+    busy = {name: ms for name, result in finished.items() if (ms := gpu_busy_ms(result)) is not None}
+    rows = compare(results, busy)
+    show(f"\n{table(rows, swept(results))}")
+    for remark in remarks(rows, results):
+        show(remark)
+    if not finished and (sweep / JSON_FILE).exists():
+        show(f"\nno run finished; the comparison in {sweep} is an earlier one")
+        return
+    try:
+        files = write_report(sweep, rows, results)
+    except OSError as error:
+        for path in sweep.glob("comparison*"):
+            if path.is_file() and not path.stat().st_size:
+                path.unlink()
+        raise GraphmodError(
+            f"cannot write the comparison to {sweep}: {error.strerror or error}; what the runs wrote is kept. Make "
+            "room, or choose another folder with hydra.sweep.dir=FOLDER"
+        ) from error
+    show(f"\nwritten to {', '.join(map(str, files))}")
+    if sweep / PLOT_FILE not in files:
+        show(f"no {PLOT_FILE}: matplotlib is not installed (pip install matplotlib)")
+    # A folder of one's own choice has nothing beside it that could be older.
+    shown = link_latest(sweep) if sweep.absolute().parent == _COMPARISONS.absolute() else sweep
+    if on_tensorboard(results):
+        show(f"side by side: tensorboard --logdir {shown}")
+
+
+# -- a job -------------------------------------------------------------------------------------------------------------
 
 _LOST_SECONDS = 3.0
 # Settings that may be paths, from the folder in which the command was typed.
@@ -147,7 +441,7 @@ def _say_stopped(result: RunResult, folder: Path, job: Job) -> None:
     raise SystemExit(128 + signal.Signals[str(result.error)])
 
 
-def _check(config: RunConfig, folder: Path) -> Path:
+def _check_step(config: RunConfig, folder: Path) -> Path:
     """Only says what would keep the step out of graphs; raises SystemExit where something would."""
     from graphmod.train.check import CHECK_FILE, check_training
 
@@ -294,7 +588,7 @@ def given_to_ranks(told: dict[str, Any], ranks: Ranks) -> Iterator[Start]:
 def _run(start: Start, job: Job, ranks: Ranks, peers: Peers | None = None) -> Path:
     config, point = start.config, start.point
     if point is None:
-        return _check(config, job.folder) if ranks.first else job.folder
+        return _check_step(config, job.folder) if ranks.first else job.folder
     if peers is not None:
         ranks_of(config)  # whether so many can be
         peers.way_on = lambda: _kept(point.run_dir, job)

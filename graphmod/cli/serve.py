@@ -9,8 +9,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from graphmod.cli.app import App, CommandCallback
-from graphmod.cli.generation.folder import model_folder, require_positions
-from graphmod.cli.serving.schema import ServeConfig
+from graphmod.cli.settings import ServeConfig, model_folder, require_positions
 from graphmod.cli.start import loading, require_one_process
 from graphmod.decode.text.codec import tokenizer_folder
 from graphmod.errors import ConfigError
@@ -42,7 +41,7 @@ def _task(settings: DictConfig) -> None:
         front = FrontProcess(config.serve, config.name, folder, config.tokenizer, listening)
     with front:
         with loading():
-            from graphmod.cli.serving.run import serve
+            from graphmod.cli.decode import serve
         status = serve(config, folder, address, front)
     if status:
         raise SystemExit(status)

@@ -1,4 +1,4 @@
-"""One rank that `launch.py` started: `python -m graphmod.cli.training.rank`, told on its standard input what to do."""
+"""One rank that `launch.py` started: `python -m graphmod.cli.rank`, told on its standard input what to do."""
 
 import json
 import os
@@ -11,8 +11,7 @@ from hydra.core.utils import configure_log
 from omegaconf import OmegaConf
 
 from graphmod.cli.errors import JobFailed
-from graphmod.cli.start import loading, own_rank, prepare
-from graphmod.cli.stdout import end_at_once, stay_silent
+from graphmod.cli.start import end_at_once, loading, own_rank, prepare, stay_silent
 
 
 def _end_with_the_launcher() -> None:
@@ -33,7 +32,7 @@ def main() -> int:
     if own_rank():
         stay_silent(lambda text: None)
     with loading(silent=bool(own_rank())):
-        from graphmod.cli.training.job import Job, among_ranks, given_to_ranks
+        from graphmod.cli.job import Job, among_ranks, given_to_ranks
         from graphmod.train.settings import DeviceName
     job = Job(**told["job"])
     job.folder, job.sweep = Path(job.folder), job.sweep and Path(job.sweep)

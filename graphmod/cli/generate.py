@@ -7,10 +7,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from graphmod.cli.app import App
-from graphmod.cli.generation.folder import model_folder, require_positions
-from graphmod.cli.generation.output import require_free
-from graphmod.cli.generation.prompts import Prompt, read_prompts
-from graphmod.cli.generation.schema import GenerateConfig
+from graphmod.cli.prompts import Prompt, read_prompts, require_free
+from graphmod.cli.settings import GenerateConfig, model_folder, require_positions
 from graphmod.cli.start import loading, require_one_process
 from graphmod.decode.text.codec import tokenizer_folder
 
@@ -33,7 +31,7 @@ def _task(settings: DictConfig) -> None:
     tokenizer_folder(folder, config.tokenizer)
     require_positions(folder, config.decode.max_seq_len)
     with loading():
-        from graphmod.cli.generation.run import generate
+        from graphmod.cli.decode import generate
     if status := generate(config, folder, prompts, out):
         raise SystemExit(status)
 

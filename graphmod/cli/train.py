@@ -15,16 +15,14 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import InterpolationResolutionError
 
-from graphmod.cli.app import CommandCallback, default_folder, given_overrides, quoted, without_hydra
-from graphmod.cli.start import loading, own_rank, ranks_started, require_one_process
-from graphmod.cli.stdout import end_at_once, stay_silent
-from graphmod.cli.training.settings import TRAIN
+from graphmod.cli.app import TRAIN, CommandCallback, default_folder, given_overrides, quoted, without_hydra
+from graphmod.cli.start import end_at_once, loading, own_rank, ranks_started, require_one_process, stay_silent
 from graphmod.errors import ConfigError
 from graphmod.train.folders import from_here, owned, unused
 from graphmod.train.settings import ParallelMode, RunConfig, check, check_resume
 
 if TYPE_CHECKING:
-    from graphmod.cli.training.job import Start
+    from graphmod.cli.job import Start
 
 _NAMES_NO_FOLDER = ("none", "auto")
 _NOWHERE = {"run__dir": ".", "output_subdir": None, "job__chdir": False, "job_logging__root": None}
@@ -62,7 +60,7 @@ def _task(settings: DictConfig) -> float | None:
         SystemExit: it was stopped.
     """
     with loading():
-        from graphmod.cli.training.job import Job, run_job, run_one_of
+        from graphmod.cli.job import Job, run_job, run_one_of
         from graphmod.train.result import RunResult
     config = HydraConfig.get()
     overrides: Any = OmegaConf.to_container(config.overrides.task, resolve=False)
@@ -93,7 +91,7 @@ def _finish(status: int) -> int:
     with command.held:
         if command.sweep is not None and status < 128:  # else those that would follow did not run
             with loading():
-                from graphmod.cli.training.comparison import conclude_sweep
+                from graphmod.cli.job import conclude_sweep
             status = max(status, conclude_sweep(command.sweep, failed=status > 0))
     if command.made is not None:
         with suppress(OSError):  # it holds something: the run began there
@@ -189,7 +187,7 @@ class TrainCallback(CommandCallback):
             _set(config, **_NOWHERE)
             return
         with loading():
-            from graphmod.cli.training.job import Job, started
+            from graphmod.cli.job import Job, started
         default = default_folder(config, "run")
         folder = _folder(config, "run")
         _command.made = folder if default else None
@@ -228,7 +226,7 @@ class TrainCallback(CommandCallback):
                 raise
         _require_multirun(settings, overrides, any(swept.values()))
         with loading():
-            from graphmod.cli.training.comparison import require_new
+            from graphmod.cli.job import require_new
         folder = _folder(config, "sweep")
         shown = from_here(folder)
         _command.made = folder if default_folder(config, "sweep") else None

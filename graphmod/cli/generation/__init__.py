@@ -1,1 +1,0 @@
-"""`generate.py`: its command line and settings, prompts, output."""

@@ -1,1 +1,0 @@
-"""`serve.py`: its command line and settings, the server's life."""

@@ -1,0 +1,324 @@
+"""The settings of `generate.py` and `serve.py`, and the model that they name. No torch.
+
+The YAML files in `configs/` fill these classes in.
+"""
+
+import json
+import logging
+import re
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from itertools import chain
+from pathlib import Path
+
+from graphmod.config import BackendName, CompileMode
+from graphmod.decode.config import AttentionName, EngineConfig, GenerationConfigName, OffloadName, Sampling
+from graphmod.errors import ConfigError
+from graphmod.serve.settings import ServeSettings
+from graphmod.train.folders import (
+    CHECKPOINTS,
+    MANIFEST_FILE,
+    checkpoint_of,
+    first_whole,
+    require_no_own_model,
+    require_whole,
+    saved_folder,
+    whole_model,
+)
+from graphmod.train.settings import ADAPTER_FILE, DeviceName
+
+# -- generate ----------------------------------------------------------------------------------------------------------
+
+
+class GraphScope(str, Enum):
+    """`decode`: each decode step is one graph; `none`: plain PyTorch."""
+
+    none = "none"
+    decode = "decode"
+
+
+class Precision(str, Enum):
+    """`saved` keeps the dtype of the saved weights."""
+
+    saved = "saved"
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+@dataclass
+class ModelSource:
+    """Which model.
+
+    Attributes:
+        path: a saved transformers model, a checkpoint of `train.py`, or a folder of its runs, of which the latest
+            checkpoint is taken.
+        precision: `saved`, `fp32` or `bf16`.
+        device: `auto`, `cpu` or `cuda`.
+    """
+
+    path: str | None = None
+    precision: Precision = Precision.saved
+    device: DeviceName = DeviceName.auto
+
+    def check(self) -> None:
+        """Raises ConfigError where none is named."""
+        if self.path is None:
+            raise ConfigError(
+                "model.path=FOLDER is missing: a saved model, a checkpoint, or runs/train for the latest one"
+            )
+
+
+@dataclass
+class BatchSettings:
+    """How much is decoded at a time: settings of `EngineConfig`.
+
+    Attributes:
+        max_batch_size, max_seq_len, block_size, cache_tokens, offload, offload_buffers, offload_resident, attention,
+            steps_per_sync, prefill_tokens: of `EngineConfig`. `attention` is `auto`, `fastest`, `sdpa`, `flex`,
+            `flashinfer` or `triton`.
+    """
+
+    max_batch_size: int = 16
+    max_seq_len: int | None = None
+    block_size: int = 64
+    cache_tokens: int | None = None
+    offload: OffloadName = OffloadName.none
+    offload_buffers: int = 2
+    offload_resident: float = 0.0
+    attention: AttentionName = AttentionName.auto
+    steps_per_sync: int = 8
+    prefill_tokens: int = 4096
+
+
+@dataclass
+class DecodeSettings(BatchSettings, Sampling):
+    """How tokens are chosen, and how much is decoded at a time.
+
+    Attributes:
+        stop: as in `Sampling`; in texts \\n, \\r, \\t and \\\\ are read as in Python.
+        n: samples of each prompt.
+        generation_config: of `EngineConfig`.
+        logprobs: write the log-probability of each token.
+    """
+
+    seed: int = 0  # pyrefly: ignore[bad-override-mutable-attribute] settings that lack one are refused
+    n: int = 1
+    logprobs: bool = False
+    generation_config: GenerationConfigName = GenerationConfigName.auto
+
+
+@dataclass
+class GraphSettings:
+    """What is captured.
+
+    Attributes:
+        scope: `decode` or `none`.
+        ahead: capture all batch sizes before the first prompt, with a progress bar, instead of when they are needed.
+        compile: `none`, `default` or `max`; on a GPU only.
+        compile_in_background: go on uncompiled until it is done, instead of waiting.
+        warmup_steps, max_failures, backend: of `EngineConfig`.
+    """
+
+    scope: GraphScope = GraphScope.decode
+    ahead: bool = False
+    compile: CompileMode = CompileMode.none
+    compile_in_background: bool = False
+    warmup_steps: int = 1
+    max_failures: int = 3
+    backend: BackendName = BackendName.auto
+
+
+def _unescaped(text: str) -> str:
+    """A shell passes a line break on as two characters."""
+    return re.sub(r"\\([nrt\\])", lambda found: {"n": "\n", "r": "\r", "t": "\t", "\\": "\\"}[found[1]], text)
+
+
+@dataclass
+class GenerateConfig:
+    """Everything one run of `generate.py` is told.
+
+    Attributes:
+        prompt: the text to go on from.
+        prompts_file: a text file with one prompt a line, or `.jsonl` with {"prompt": ...} or {"messages": [...]} a
+            line; messages go through the tokenizer's chat template.
+        chat: take each prompt for the message of a user, and put it through the tokenizer's chat template.
+        out: where completions go with `prompts_file`; null puts `.out.jsonl` in place of its suffix.
+        overwrite: replace what `out` holds; otherwise a file that is not empty is refused.
+        tokenizer: folder of a saved tokenizer, or `bytes`; null takes what the model was saved with.
+    """
+
+    prompt: str | None = None
+    prompts_file: str | None = None
+    chat: bool = False
+    out: str | None = None
+    overwrite: bool = False
+    tokenizer: str | None = None
+    model: ModelSource = field(default_factory=ModelSource)
+    decode: DecodeSettings = field(default_factory=DecodeSettings)
+    graph: GraphSettings = field(default_factory=GraphSettings)
+
+    def engine(self, rows: int) -> EngineConfig:
+        """The settings of the engine, for at most `rows` sequences at a time. Raises ConfigError."""
+        given = {**vars(self.decode), **vars(self.graph)}
+        asked = {field.name: given[field.name] for field in fields(EngineConfig) if field.name in given}
+        asked["graphs"] = self.graph.scope is GraphScope.decode
+        if self.decode.max_batch_size > 0:  # else the error names what was given
+            asked["max_batch_size"] = max(1, min(rows, self.decode.max_batch_size))
+        return EngineConfig(**asked)
+
+    def sampling(self) -> Sampling:
+        """The settings of each request. Raises RequestError."""
+        stop = [_unescaped(one) if isinstance(one, str) else one for one in self.decode.stop]
+        made = replace(self.decode, stop=stop)
+        made.check()
+        return made
+
+    def check(self) -> None:
+        """Raises ConfigError for what is missing or cannot be meant together."""
+        if (self.prompt is None) == (self.prompts_file is None):
+            raise ConfigError('give one of prompt="..." and prompts_file=FILE')
+        self.model.check()
+        if self.out is not None and self.prompts_file is None:
+            raise ConfigError("out=FILE goes with prompts_file=FILE; a single prompt is printed")
+        if self.overwrite and self.prompts_file is None:
+            raise ConfigError("overwrite=true goes with prompts_file=FILE; a single prompt is printed")
+        if self.decode.n < 1:
+            raise ConfigError(f"decode.n must be at least 1, got {self.decode.n}")
+        self.sampling()
+        self.engine(1)
+
+
+# -- serve -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class ServeConfig:
+    """Everything one run of `serve.py` is told.
+
+    Attributes:
+        tokenizer: folder of a saved tokenizer, or `bytes`; null takes what the model was saved with.
+    """
+
+    tokenizer: str | None = None
+    model: ModelSource = field(default_factory=ModelSource)
+    serve: ServeSettings = field(default_factory=ServeSettings)
+    decode: BatchSettings = field(default_factory=BatchSettings)
+    graph: GraphSettings = field(default_factory=lambda: GraphSettings(compile_in_background=True))
+
+    @property
+    def name(self) -> str:
+        """What requests call the model."""
+        return self.serve.model_name or Path(self.model.path or ".").absolute().name
+
+    def engine(self) -> EngineConfig:
+        """The settings of the engine. Raises ConfigError."""
+        given = {**vars(self.decode), **vars(self.graph)}
+        asked = {field.name: given[field.name] for field in fields(EngineConfig) if field.name in given}
+        graphs = self.graph.scope is GraphScope.decode and not self.serve.enforce_eager
+        source = self.serve.generation_config
+        return EngineConfig(**asked, graphs=graphs, keep_prefixes=True, frozen=True, generation_config=source)
+
+    def check(self) -> None:
+        """Raises ConfigError for what is missing or out of range."""
+        self.model.check()
+        self.serve.check()
+        self.engine()
+
+
+# -- the folder of the model -------------------------------------------------------------------------------------------
+
+log = logging.getLogger("graphmod")
+
+_CONFIGS = ("config.json", ADAPTER_FILE)
+_WEIGHTS = ("*.safetensors", "*.bin")
+_GGUF = ".gguf"
+_DEPTH = 3  # folders between one that is given and a run's: runs/compare/DATE_TIME/JOB
+_RUNS = Path("runs/train"), Path("runs/compare")  # of train.py, and of its multiruns
+
+
+def model_folder(path: str) -> Path:
+    """The folder of the model that `path` means: itself, one in the cache of Hugging Face, or the latest checkpoint
+    below it that is whole. The log says which later ones are damaged.
+
+    Raises:
+        ConfigError: there is none, or it is a checkpoint that is damaged, newer than this version, or of a model of
+            somebody's own.
+    """
+    found = _whole(path)
+    require_no_own_model(found)
+    return found
+
+
+def _whole(path: str) -> Path:
+    if path.endswith(_GGUF) and Path(path).is_file():
+        raise _of_llama_cpp(path, Path(path))
+    folder = saved_folder(path, f". Or train one: graphmod train{_elsewhere()}")
+    if (file := next(folder.glob(f"*{_GGUF}"), None)) is not None and not any(
+        [*folder.glob(weights)] for weights in _WEIGHTS
+    ):
+        raise _of_llama_cpp(path, file)
+    if any((folder / name).is_file() for name in _CONFIGS) or checkpoint_of(folder) is not None:
+        return require_whole(folder)
+    found = _latest_first(folder)
+    if not found:
+        raise ConfigError(
+            f"model.path={path} holds neither a saved model (there is no config.json) nor a checkpoint of a run; "
+            f"train one: graphmod train{_elsewhere()}"
+        )
+    whole, damage = first_whole(found, whole_model)
+    if whole is None:
+        raise ConfigError(
+            f"model.path={path} holds no whole checkpoint: {'; '.join(damage)}; train again: graphmod train"
+        )
+    for what in damage:
+        log.warning(f"{what}; it is skipped")
+    return whole
+
+
+def _of_llama_cpp(path: str, file: Path) -> ConfigError:
+    return ConfigError(
+        f"model.path={path}: {file.name} is a model of llama.cpp (GGUF), whose quantized weights are not decoded here. "
+        "Give the folder of the model it was made from, or convert it (pip install gguf): AutoModelForCausalLM"
+        f".from_pretrained({str(file.parent)!r}, gguf_file={file.name!r}).save_pretrained(FOLDER), and its tokenizer so"
+    )
+
+
+def require_positions(folder: Path, max_seq_len: int | None) -> None:
+    """Raises ConfigError where sequences are to be longer than the model's config.json says they may be; what else may
+    be wrong with that is told by who loads the model, which takes minutes where it is large."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        positions = (config.get("text_config") or config).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError):
+        return
+    if isinstance(positions, int) and (max_seq_len or 0) > positions:
+        raise ConfigError(f"decode.max_seq_len={max_seq_len} is more than the {positions} positions of the model")
+
+
+def _latest_first(folder: Path) -> list[Path]:
+    """The checkpoints in a folder of runs, those of the run that saved last first, and of each run the one with most
+    steps; what has lost some of its files is among them."""
+    runs: dict[Path, list[Path]] = {}
+    if folder.name == CHECKPOINTS:  # that of a run
+        folder = folder.parent
+    for one in chain.from_iterable(folder.glob(f"{depth * '*/'}{CHECKPOINTS}/*") for depth in range(_DEPTH + 1)):
+        if one.name[0] != "." and (checkpoint_of(one) or any((one / name).is_file() for name in _CONFIGS)):
+            runs.setdefault(one.parent, []).append(one)
+    ordered = sorted(runs.values(), key=lambda run: max(map(_saved_at, run)), reverse=True)
+    return [one for run in ordered for one in sorted(run, key=_progress, reverse=True)]
+
+
+def _saved_at(checkpoint: Path) -> float:
+    files = [checkpoint / name for name in (*_CONFIGS, MANIFEST_FILE)]
+    return max((file.stat().st_mtime for file in files if file.is_file()), default=0.0)
+
+
+def _progress(checkpoint: Path) -> tuple[int, float]:
+    steps = checkpoint.name.removeprefix("step_")
+    return int(steps) if steps.isdigit() else -1, _saved_at(checkpoint)
+
+
+def _elsewhere() -> str:
+    """Where else commands in this folder have saved models; "" where they have not."""
+    found = [folder for folder in _RUNS if any(folder.glob("**/checkpoints/*/config.json"))]
+    return "".join(f". There are models in {folder}: model.path={folder}" for folder in found)

@@ -1,1 +1,0 @@
-"""`train.py`: its command line, its settings, what follows a sweep."""
