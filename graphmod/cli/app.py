@@ -33,8 +33,19 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from graphmod.cli.errors import conclude, end_quietly, explain, unknown_flag, unknown_key, without_name, without_value
+from graphmod.cli.errors import (
+    conclude,
+    end_quietly,
+    explain,
+    no_choice,
+    of_command,
+    unknown_flag,
+    unknown_key,
+    without_name,
+    without_value,
+)
 from graphmod.cli.start import CONFIGS, show, shown, version
+from graphmod.decode.config import EngineConfig
 from graphmod.errors import ConfigError
 from graphmod.train.folders import job_folder
 from graphmod.train.settings import RunConfig, check
@@ -44,9 +55,6 @@ _UNUSED = "${unused:"
 # What Hydra's callbacks raise it only warns of; after a job, others may still have to run.
 _CALLBACK_RAISED = r"Callback .*\.on_(run_start|run_end|multirun_start|multirun_end|job_start) raised "
 _BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
-# Choices of a group that several commands have.
-_TRAINING_ONLY = {"graph": {"auto", "full_iteration", "per_layer"}, "experiment": {"measure_124m"}}
-_DECODING_ONLY = {"graph": {"decode"}}
 
 
 def quoted(text: str) -> str:
@@ -75,9 +83,9 @@ class _Arguments(argparse.ArgumentParser):
 def _choices(command: str, *, _root_: DictConfig) -> str:
     """The groups of a command with their choices, for its help; those of the user's own folders are among them."""
     loader, lines = GlobalHydra.instance().config_loader(), []
-    hidden = _DECODING_ONLY if command == "train" else _TRAINING_ONLY
+    kind = RunConfig if command == "train" else EngineConfig
     for group, default in sorted(_root_.hydra.runtime.choices.items()):
-        names = [name for name in loader.get_group_options(group) if name not in hidden.get(group, ())]
+        names = of_command(group, loader.get_group_options(group), kind)
         if names and "/" not in group:
             lines.append(f"  {group}: {', '.join(name + ' (default)' * (name == default) for name in sorted(names))}")
     return "\n".join(lines)
@@ -277,7 +285,10 @@ class App:
         except OverrideParseException:  # a path that Hydra's grammar cannot read; of a number, its kind is told later
             return f"{key}={quoted(value)}"
         plain = not parsed.is_sweep_override() and isinstance(parsed.value(), (bool, int, float))
-        if plain and (CONFIGS / bare).is_dir():  # Hydra has no words for a choice that is no text
+        choices = sorted(file.stem for file in (CONFIGS / bare).glob("*.yaml"))
+        if other := {*value.split(",")} & {*choices} - {*of_command(bare, choices, self.kind)}:
+            raise ConfigError(no_choice(bare, min(other), choices, self.kind))
+        if plain and choices:  # Hydra has no words for a choice that is no text
             return f"{key}={quoted(value)}"
         return f"{key}={value}"
 

@@ -64,6 +64,9 @@ _SCOPES = {
     **dict.fromkeys(("eager", "false", "no", "null", "off"), "none"),
     **dict.fromkeys(("on", "step", "true", "whole", "whole_step", "yes"), "full_iteration"),
 }
+# Choices of a group that several commands have, which training alone, or decoding alone, can use.
+_OF_TRAINING = {"graph": {"auto", "full_iteration", "per_layer"}, "experiment": {"measure_124m"}}
+_OF_DECODING = {"graph": {"decode"}}
 _HF_FILES = (".arrow", ".csv", ".json", ".jsonl", ".ndjson", ".parquet", ".tsv")
 
 
@@ -214,7 +217,13 @@ def unknown_key(key: str, kind: type, value: str | None = None) -> str:
     return f"{message}\n  groups: {', '.join(groups)}" + (f"; other settings: {', '.join(alone)}" if alone else "")
 
 
-def _choices(error: MissingConfigException) -> str:
+def of_command(group: str, choices: Iterable[str], kind: type) -> list[str]:
+    """Those of the choices of a group that the command with settings of that kind can use, in order."""
+    others = _OF_DECODING if kind is RunConfig else _OF_TRAINING
+    return sorted({*choices} - others.get(group, set()))
+
+
+def _missing(error: MissingConfigException, kind: type) -> str:
     file = str(error.missing_cfg_file or "")
     group, _, choice = file.rpartition("/") if file.startswith("hydra/") else file.partition("/")
     if not choice:
@@ -222,7 +231,16 @@ def _choices(error: MissingConfigException) -> str:
     if not group:
         said = str(error).splitlines()[0]
         return f"{said} The files of your own are looked for in --config-dir FOLDER" if choice else said
-    options = sorted(error.options or [])
+    return no_choice(group, choice, error.options or (), kind)
+
+
+def no_choice(group: str, choice: str, options: Iterable[str], kind: type) -> str:
+    """The error for a choice of a group that there is not, or not for the command with settings of that kind.
+
+    Args:
+        options: all choices of the group, also those of other commands.
+    """
+    options = of_command(group, options, kind)
     listed = f"\n  choices of {group!r}: {', '.join(options)}" if options else ""
     if group == "optim" and choice.lower() in REFUSED_OPTIMIZERS:
         return f"optim={choice} cannot be used: {REFUSED_OPTIMIZERS[choice.lower()]}{listed}"
@@ -264,7 +282,7 @@ def explain(error: BaseException, kind: type = RunConfig) -> str:
 
 def _reason(error: BaseException, kind: type) -> str:
     if isinstance(error, MissingConfigException):
-        return _choices(error)
+        return _missing(error, kind)
     if several := _SEVERAL.match(str(error)):
         return _several_values(several[1], kind)
     if none := re.match(r"Could not override '(\w+)'\. No match in the defaults list", str(error)):

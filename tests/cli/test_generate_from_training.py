@@ -105,6 +105,7 @@ def test_prompts_of_a_file_are_written_as_json_lines(trained):
         (["model.path=runs/train", "prompt="], "prompt 0 is empty"),
         (["model.path=runs/train", "prompt=x", "decode.temprature=1"], "did you mean 'decode.temperature'?"),
         (["model.path=runs/train", "prompt=x", "graph=decod"], "did you mean graph=decode?"),
+        (["model.path=runs/train", "prompt=x", "graph=auto"], "\n  choices of 'graph': decode, none\n"),
         (["model.path=runs/train", "prompt=x", "decode.stop=[300]"], "unknown stop 300"),
         (["model.path=runs/train", "prompt=x", "decode.top_p=2"], "top_p must be above 0"),
         (["model.path=runs/train", "prompt=x", "decode.max_seq_len=99999"], "positions of the model"),

@@ -116,6 +116,12 @@ def test_a_choice_that_there_is_not_says_what_to_write(typed, meant):
     assert complaint(typed).splitlines()[0] == f"there is no choice {value!r} for {key!r}; did you mean {meant}?"
 
 
+@pytest.mark.parametrize("typed", ["graph=decode", "graph=none,decode"])
+def test_a_choice_of_another_command_is_none_of_training(typed):
+    said = ["there is no choice 'decode' for 'graph'", "  choices of 'graph': auto, full_iteration, none, per_layer"]
+    assert complaint(typed).splitlines() == said
+
+
 @pytest.mark.parametrize("typed", ["optim=lion", "optim=1e-3", "train=fast", "parallel=2", "data=12"])
 def test_a_choice_that_is_like_nothing_gets_no_advice(typed):
     """Hydra has no words of its own for a choice that is a number, a truth value or nothing."""
