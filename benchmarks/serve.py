@@ -35,7 +35,7 @@ def codec_of(vocabulary: int) -> Any:
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
-    from graphmod.decode.text import TokenizerCodec
+    from graphmod.text import TokenizerCodec
 
     made = Tokenizer(models.BPE({f"Ġ{number:x}": number for number in range(vocabulary)}, []))
     made.decoder = decoders.ByteLevel()

@@ -42,7 +42,7 @@ SECTIONS = {
         "graphmod.decode.streams": ["EngineLoop", "Handle", "TokenStream"],
         "graphmod.decode.config": ["EngineConfig", "Sampling"],
         "graphmod.decode.results": ["Completion", "Run", "TokenEvent", "DecodeStats"],
-        "graphmod.decode.text.codec": ["TokenizerCodec", "ByteCodec"],
+        "graphmod.text": ["TokenizerCodec", "ByteCodec"],
     },
     "Exceptions": {
         "graphmod.errors": ["GraphmodError", "ConfigError", "CaptureRefused", "BackwardUnavailable"],

@@ -12,13 +12,13 @@ import graphmod
 HOUSE = Path(graphmod.__file__).parent
 ROOMS = (
     *("errors", "words", "config", "torch_private", "cuda_driver", "trace", "ranks", "guards", "reads", "signature"),
-    *("backend", "step", "layers", "wrap", "check", "attention", "fuse", "decode", "train", "serve", "cli"),
+    *("backend", "step", "layers", "wrap", "check", "text", "attention", "fuse", "decode", "train", "serve", "cli"),
     "__main__",
 )
 WITHIN = {
     "decode": (
         *("errors", "interrupts", "results", "model_state", "config", "streams", "kernels", "cache", "step"),
-        *("attention", "text", "prefill", "verification", "batching", "engine"),
+        *("attention", "prefill", "verification", "batching", "engine"),
     ),
     "train": (
         *(
@@ -123,7 +123,7 @@ def test_so_do_the_rooms_within(house, room):
 
 
 ON_TOP = ("fuse", "decode")
-DOORS = {"errors", "config", "torch_private", "cuda_driver", "attention", "wrap.extension", "wrap.exchange"}
+DOORS = {"errors", "config", "torch_private", "cuda_driver", "attention", "text", "wrap.extension", "wrap.exchange"}
 DOORS |= {"wrap.module", "wrap.layers"}
 
 

@@ -28,11 +28,10 @@ from graphmod.decode.engine import DecodeEngine
 from graphmod.decode.errors import RequestError
 from graphmod.decode.results import Completion
 from graphmod.decode.step.sampling import FILTERED, GREEDY, PLAIN
-from graphmod.decode.text.codec import Codec, TokenizerCodec, codec_for
-from graphmod.decode.text.stream import TextStream
 from graphmod.errors import ConfigError, reason
 from graphmod.serve.host import FrontLost, Host
 from graphmod.serve.process import FrontProcess
+from graphmod.text import Codec, TextStream, TokenizerCodec, codec_for
 from graphmod.trace.garbage import frozen_heap
 from graphmod.train.device import pick_device
 from graphmod.train.folders import EMA_FOLDER, DamagedCheckpoint, NewerCheckpoint, read_manifest

@@ -10,7 +10,7 @@ from graphmod.cli.app import App
 from graphmod.cli.prompts import Prompt, read_prompts, require_free
 from graphmod.cli.settings import GenerateConfig, model_folder, require_positions
 from graphmod.cli.start import loading, require_one_process
-from graphmod.decode.text.codec import tokenizer_folder
+from graphmod.text import tokenizer_folder
 
 
 def _task(settings: DictConfig) -> None:

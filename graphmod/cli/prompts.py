@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from graphmod.cli.start import OutputError
-from graphmod.decode.text.codec import Codec, TokenizerCodec
 from graphmod.errors import ConfigError
+from graphmod.text import Codec, TokenizerCodec
 from graphmod.train.encodings import not_utf8
 
 if TYPE_CHECKING:

@@ -38,9 +38,9 @@ from graphmod.decode.step.graphs import BucketGraphs, context_sizes
 from graphmod.decode.step.sampling import GREEDY
 from graphmod.decode.step.step import BatchState, DecodeStep
 from graphmod.decode.streams import EngineLoop, Handle, TokenStream
-from graphmod.decode.text.codec import Codec
 from graphmod.decode.verification import FirstTokens, compare_made_up
 from graphmod.errors import ConfigError
+from graphmod.text import Codec
 
 _MOST_PIECES = 32  # of prompts that are prefilled at once: logits are made for the end of each
 _MOST_LOGITS = 2**26  # numbers, where they are made for each token: 256 MiB in float32

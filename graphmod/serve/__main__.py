@@ -20,9 +20,9 @@ def main(numbers: list[str]) -> None:
     sys.modules["torch"] = None  # pyrefly: ignore[unsupported-operation] Python's way to say that there is none
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
-    from graphmod.decode.text.codec import Codec, codec_for
     from graphmod.serve.front import Front
     from graphmod.serve.settings import ServeSettings
+    from graphmod.text import Codec, codec_for
 
     work, control, listening = (socket.socket(fileno=int(number)) for number in numbers)
     given = json.load(sys.stdin.buffer)

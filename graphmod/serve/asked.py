@@ -6,10 +6,9 @@ import dataclasses
 from typing import Any
 
 from graphmod.decode.config import Sampling, prompt_seed
-from graphmod.decode.text.chat import ChatError
-from graphmod.decode.text.codec import Codec, TokenizerCodec
 from graphmod.serve.errors import ApiError
 from graphmod.serve.schema import ChatRequest, CompletionRequest, StreamOptions
+from graphmod.text import ChatError, Codec, TokenizerCodec
 
 _DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's API
 _COLDEST = 1e-5  # below, float32 divides logits to infinity; the most likely token is all that is left anyway

@@ -7,10 +7,10 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from graphmod.decode.text.codec import Codec
 from graphmod.serve.asked import Asked, of_chat, of_completion
 from graphmod.serve.schema import ChatRequest, CompletionRequest
 from graphmod.serve.text import Likely, Piece, Scored
+from graphmod.text import Codec
 
 
 def usage(prompt_tokens: int, tokens: int) -> dict[str, int]:

@@ -14,11 +14,11 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from graphmod.decode.text.codec import Codec
 from graphmod.serve.app import make_app
 from graphmod.serve.remote import Remote
 from graphmod.serve.service import Service
 from graphmod.serve.settings import ServeSettings
+from graphmod.text import Codec
 
 _TURN = 0.02  # seconds between two looks how many requests are left
 _LAST_WORDS = 2  # seconds that answers may still take to be sent once the server stops

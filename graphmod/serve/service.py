@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from graphmod.decode.errors import DecodeError
-from graphmod.decode.text.codec import Codec, TokenizerCodec
 from graphmod.serve.errors import ApiError
 from graphmod.serve.metrics import Metrics
 from graphmod.serve.remote import Remote
 from graphmod.serve.settings import ServeSettings
+from graphmod.text import Codec, TokenizerCodec
 from graphmod.words import counted
 
 log = logging.getLogger("graphmod")

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from graphmod.decode.results import Completion
-from graphmod.decode.text.codec import Codec, TokenizerCodec, token_bytes
-from graphmod.decode.text.stream import TextStream, TokenText, TokenTexts
+from graphmod.text import Codec, TextStream, TokenizerCodec, TokenText, TokenTexts, token_bytes
 
 _LEAST = -9999.0  # of log-probabilities, since JSON has no infinity
 

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 from graphmod.decode.results import Completion, Run
 from graphmod.decode.streams import Handle
-from graphmod.decode.text.codec import Codec
 from graphmod.serve.asked import Asked
 from graphmod.serve.errors import ApiError, refused
 from graphmod.serve.remote import Refused, Request
 from graphmod.serve.service import Service
 from graphmod.serve.text import Answer, Piece, Scorer
+from graphmod.text import Codec
 
 _AHEAD = 4  # runs of other prompts that are read before they can be sent; the rest waits with its completion
 

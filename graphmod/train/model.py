@@ -12,8 +12,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
-from graphmod.decode.text.codec import SpecialTokens, special_ids
 from graphmod.errors import ConfigError, reason
+from graphmod.text import SpecialTokens, special_ids
 from graphmod.train.attention import use_static_causal_attention
 from graphmod.train.settings import ADAPTER_FILE, CUSTOM, LOCAL, LoraSettings, ModelConfig, Precision, require_library
 from graphmod.train.targets import located, made, named, taken_by

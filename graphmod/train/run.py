@@ -19,9 +19,9 @@ from tqdm import tqdm
 from transformers import PretrainedConfig, PreTrainedModel
 
 from graphmod.config import CompileMode
-from graphmod.decode.text.codec import ByteCodec, TokenizerCodec
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.step.entry import GraphStats
+from graphmod.text import ByteCodec, TokenizerCodec
 from graphmod.train.auto import AutoScope, candidates
 from graphmod.train.batches import Batches, Data, Place, Prefetcher, load_data, make_batches
 from graphmod.train.checkpoint import Progress, check_room, random_state, restore, save_checkpoint, saved_weights

@@ -27,8 +27,8 @@ from graphmod.cli.serve import SERVE
 from graphmod.cli.settings import model_folder, require_positions
 from graphmod.cli.train import main
 from graphmod.decode.config import EngineConfig, Sampling
-from graphmod.decode.text.codec import tokenizer_folder
 from graphmod.errors import ConfigError, UnknownSetting
+from graphmod.text import tokenizer_folder
 from graphmod.train.settings import TrainGraphConfig
 
 ANSWERS = """

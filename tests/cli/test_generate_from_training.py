@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerFast
 from graphmod.cli.decode import load_model
 from graphmod.cli.settings import DeviceName, ModelSource, model_folder
 from graphmod.decode import DecodeEngine
-from graphmod.decode.text import ByteCodec, TextStream, codec_for
 from graphmod.errors import ConfigError
+from graphmod.text import ByteCodec, TextStream, codec_for
 from graphmod.train.run import train
 
 

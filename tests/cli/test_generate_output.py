@@ -18,8 +18,8 @@ from graphmod.cli.prompts import OutputFile, open_output
 from graphmod.cli.settings import model_folder
 from graphmod.cli.start import OutputError
 from graphmod.decode import DecodeEngine
-from graphmod.decode.text import ByteCodec
 from graphmod.errors import ConfigError, reason
+from graphmod.text import ByteCodec
 from graphmod.train.folders import FORMAT, PARTS
 
 

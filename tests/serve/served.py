@@ -14,11 +14,11 @@ from made_tokenizers import CHAT_TEMPLATE, llama_like
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from graphmod.decode import DecodeEngine
-from graphmod.decode.text import TokenizerCodec
 from graphmod.serve.front import Front
 from graphmod.serve.host import Host
 from graphmod.serve.process import FrontProcess, bound, url
 from graphmod.serve.settings import ServeSettings
+from graphmod.text import TokenizerCodec
 
 POSITIONS = 512
 

@@ -8,9 +8,9 @@ import pytest
 from served import Served, alone, chat_model, tokenizer
 from transformers import GenerationConfig
 
-from graphmod.decode.text import ByteCodec, completion_text
 from graphmod.errors import ConfigError
 from graphmod.serve.settings import ServeSettings
+from graphmod.text import ByteCodec, completion_text
 
 
 @pytest.fixture(scope="module")

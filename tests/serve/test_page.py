@@ -4,8 +4,8 @@ import pytest
 from browser import FOUND, Browser
 from served import Served, alone, chat_model, tokenizer
 
-from graphmod.decode.text import ByteCodec
 from graphmod.serve.app import PAGE
+from graphmod.text import ByteCodec
 
 ANSWER = "document.querySelector('.turn.assistant:last-child:not(.busy) .text')?.textContent"
 NOTE = "document.querySelector('.turn.assistant:last-child .note')?.textContent"

@@ -6,8 +6,8 @@ import pytest
 from made_tokenizers import KINDS, metaspace
 
 from graphmod.decode.results import Completion
-from graphmod.decode.text import ByteCodec, TokenizerCodec, completion_text
 from graphmod.serve.text import Answer, Scorer, StopCut
+from graphmod.text import ByteCodec, TokenizerCodec, completion_text
 
 
 def pieces(text, chance):

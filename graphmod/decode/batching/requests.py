@@ -23,9 +23,8 @@ from graphmod.decode.config import GenerationConfigName, Sampling, prompt_seed
 from graphmod.decode.errors import RequestError
 from graphmod.decode.results import Completion
 from graphmod.decode.step.step import MOST_STOPS
-from graphmod.decode.text.codec import Codec
-from graphmod.decode.text.stream import StopTexts
 from graphmod.errors import ConfigError, UnknownSetting
+from graphmod.text import Codec, StopTexts
 
 log = logging.getLogger("graphmod")
 
@@ -134,7 +133,7 @@ def defaults_of(model: PreTrainedModel, source: GenerationConfigName) -> Default
     return made
 
 
-_CODEC = "make the engine with codec=TokenizerCodec(tokenizer), of graphmod.decode.text.codec"
+_CODEC = "make the engine with codec=TokenizerCodec(tokenizer), of graphmod.text"
 
 
 def eos_ids(model: PreTrainedModel, codec: Codec | None = None) -> list[int]:

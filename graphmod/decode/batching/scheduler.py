@@ -16,7 +16,7 @@ from graphmod.decode.prefill.piece import Limits, Piece, Scores
 from graphmod.decode.results import Completion
 from graphmod.decode.step.sampling import FILTERED, GREEDY, PLAIN, TOP
 from graphmod.decode.step.step import RowValues
-from graphmod.decode.text.stream import StopTexts
+from graphmod.text import StopTexts
 
 
 def kind_of_row(sampling: Sampling) -> int:

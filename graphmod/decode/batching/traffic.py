@@ -25,8 +25,8 @@ from graphmod.decode.interrupts import Held
 from graphmod.decode.model_state import ModelWatch, WeightsWatch, decoding
 from graphmod.decode.results import Run
 from graphmod.decode.streams import Handle, tell
-from graphmod.decode.text.stream import completion_text
 from graphmod.decode.verification import FirstTokens
+from graphmod.text import completion_text
 
 log = logging.getLogger("graphmod")
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from made_tokenizers import CHAT_TEMPLATE, llama_like
 
-from graphmod.decode.text.codec import TokenizerCodec
 from graphmod.errors import ConfigError
+from graphmod.text import TokenizerCodec
 from graphmod.train.data import _kind, load_corpus
 from graphmod.train.loss import inputs_of
 from graphmod.train.run import train

@@ -12,7 +12,7 @@ from made_tokenizers import llama_like
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from graphmod.decode.text.codec import TokenizerCodec
+from graphmod.text import TokenizerCodec
 from graphmod.train import data as encode
 from graphmod.train.data import cached, encode_pairs, encode_pieces, files_key, flattened, pieces, tokenizer_key
 

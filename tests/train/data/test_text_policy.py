@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from graphmod.cli import generate as generate_cli
 from graphmod.decode import DecodeEngine
-from graphmod.decode.text import TextStream, codec_for
+from graphmod.text import TextStream, codec_for
 from graphmod.train.data import load_corpus
 from graphmod.train.model import set_special_tokens
 from graphmod.train.run import train

@@ -6,8 +6,7 @@ import random
 import pytest
 from made_tokenizers import llama_like
 
-from graphmod.decode.text import TokenizerCodec
-from graphmod.decode.text.chat import ChatError
+from graphmod.text import ChatError, TokenizerCodec
 
 pytest.importorskip("fastapi")
 

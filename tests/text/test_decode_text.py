@@ -12,8 +12,7 @@ from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from graphmod.decode import DecodeEngine, RequestError
-from graphmod.decode.text import ByteCodec, TextStream, TokenizerCodec, completion_text
-from graphmod.decode.text.stream import StopTexts, TokenTexts
+from graphmod.text import ByteCodec, StopTexts, TextStream, TokenizerCodec, TokenTexts, completion_text
 
 
 @pytest.fixture(scope="module", params=KINDS)
