@@ -33,8 +33,8 @@ def measure(shape: dict[str, int]) -> dict[str, Any]:
     """For each attention `us` and `gb_s`, or `unavailable` or `failed`: why there is no time."""
     import torch
 
-    from graphmod.decode.attention.choice import IMPLEMENTATIONS, layers_of, time_graph
-    from graphmod.decode.cache.cache import PagedCache, uniform
+    from graphmod.decode.attention import IMPLEMENTATIONS, layers_of, time_graph
+    from graphmod.decode.cache import PagedCache, uniform
 
     rows, context, longest = shape["rows"], shape["context"], shape["max_seq_len"]
     sizes = uniform(shape["heads"], shape["kv_heads"], HEAD, LAYERS)

@@ -27,7 +27,7 @@ def time_engine(mode: str, shape: dict[str, Any], steps: int, attention: str, de
     """Wall time of a token while a full batch decodes, what the host spends of it, and how long the GPU works."""
     import torch
 
-    from graphmod.decode.cache.pages import Ordinary
+    from graphmod.decode.memory import Ordinary
 
     model = build(shape, device)
     engine = engine_for(mode, model, shape, attention)

@@ -45,7 +45,7 @@ _TIMEOUT = 300  # seconds for one model
 def decode(model: Any) -> dict[str, Any]:
     """Tokens and log-probabilities against those of the model's own forward."""
     from graphmod.decode import DecodeEngine
-    from graphmod.decode.errors import DecodeError
+    from graphmod.decode.types import DecodeError
 
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 90, (count,), generator=generator).tolist() for count in (1, 7, 30, 64)]

@@ -40,13 +40,12 @@ SECTIONS = {
     "Decoding": {
         "graphmod.decode.engine": ["DecodeEngine"],
         "graphmod.decode.streams": ["EngineLoop", "Handle", "TokenStream"],
-        "graphmod.decode.config": ["EngineConfig", "Sampling"],
-        "graphmod.decode.results": ["Completion", "Run", "TokenEvent", "DecodeStats"],
+        "graphmod.decode.types": ["EngineConfig", "Sampling", "Completion", "Run", "TokenEvent", "DecodeStats"],
         "graphmod.text": ["TokenizerCodec", "ByteCodec"],
     },
     "Exceptions": {
         "graphmod.errors": ["GraphmodError", "ConfigError", "CaptureRefused", "BackwardUnavailable"],
-        "graphmod.decode.errors": ["DecodeError", "RequestError"],
+        "graphmod.decode.types": ["DecodeError", "RequestError"],
     },
 }
 # Under other names than those of their definitions.

@@ -1,16 +1,23 @@
-"""What attention a transformers model does, asked of its own code, and another attention in the place of its own."""
+"""What attention a transformers model does, asked of its own code; another attention in the place of its own; and a
+training model in the state for decoding, and back."""
 
 from __future__ import annotations
 
 import inspect
+import operator
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from itertools import repeat
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from graphmod.interrupts import Held
+from graphmod.wrap.layers import without_graphs
 
 
 class Unclear(Exception):
@@ -176,3 +183,35 @@ def _configs(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
         part = getattr(config, name, None)
         if part is not None:
             yield from _configs(part)
+
+
+T = TypeVar("T")
+_training = operator.attrgetter("training")
+
+
+def _set(training: list[dict], value: bool) -> None:
+    # In one call, which nothing can interrupt: some modules would stay in the other mode.
+    deque(map(dict.update, training, repeat({"training": value})), maxlen=0)
+
+
+def decoding(modules: list[nn.Module], act: Callable[..., T], *given: Any) -> T:
+    """What `act(*given)` returns in inference mode, with every module in evaluation mode, without the graphs of
+    `graph_layers`, and with SDPA with masks in the place of the attention of training, whose numbers it has.
+
+    All is restored after, also where Ctrl-C comes at any moment: no context manager for a `with`, which it could leave
+    half-way entered or left.
+
+    Args:
+        modules: all of the model's, which is the first. Walking them costs more than a decode step, so the caller keeps
+            the list.
+    """
+    model: Any = modules[0]
+    training = [vars(module) for module in filter(_training, modules)]
+    attends = "sdpa" if model.config._attn_implementation == STATIC else None
+    with Held() as interrupts:
+        try:
+            _set(training, False)
+            with without_graphs(modules), attention(model, attends), torch.inference_mode(), interrupts.heard():
+                return act(*given)
+        finally:
+            _set(training, True)

@@ -12,13 +12,13 @@ import graphmod
 HOUSE = Path(graphmod.__file__).parent
 ROOMS = (
     *("errors", "words", "config", "torch_private", "cuda_driver", "trace", "ranks", "guards", "reads", "signature"),
-    *("backend", "step", "layers", "wrap", "check", "text", "attention", "fuse", "decode", "train", "serve", "cli"),
-    "__main__",
+    *("backend", "step", "layers", "wrap", "check", "interrupts", "text", "attention", "fuse", "decode", "train"),
+    *("serve", "cli", "__main__"),
 )
 WITHIN = {
     "decode": (
-        *("errors", "interrupts", "results", "model_state", "config", "streams", "kernels", "cache", "step"),
-        *("attention", "prefill", "verification", "batching", "engine"),
+        *("types", "streams", "kernels", "memory", "offload", "cache", "model", "step", "attention", "prefill"),
+        *("verification", "scheduler", "requests", "batch", "traffic", "engine"),
     ),
     "train": (
         *(
@@ -123,8 +123,8 @@ def test_so_do_the_rooms_within(house, room):
 
 
 ON_TOP = ("fuse", "decode")
-DOORS = {"errors", "config", "torch_private", "cuda_driver", "attention", "text", "wrap.extension", "wrap.exchange"}
-DOORS |= {"wrap.module", "wrap.layers"}
+DOORS = {"errors", "config", "torch_private", "cuda_driver", "interrupts", "text", "attention"}
+DOORS |= {"wrap.extension", "wrap.exchange", "wrap.module", "wrap.layers"}
 
 
 @pytest.mark.parametrize("room", ON_TOP)

@@ -45,7 +45,7 @@ from graphmod.cli.errors import (
     without_value,
 )
 from graphmod.cli.start import CONFIGS, show, shown, version
-from graphmod.decode.config import EngineConfig
+from graphmod.decode.types import EngineConfig
 from graphmod.errors import ConfigError
 from graphmod.train.folders import job_folder
 from graphmod.train.settings import RunConfig, check

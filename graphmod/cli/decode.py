@@ -23,11 +23,10 @@ from graphmod.cli.prompts import OutputFile, Prompt, line_of, open_output
 from graphmod.cli.settings import GenerateConfig, ModelSource, Precision, ServeConfig
 from graphmod.cli.start import OutputError, complain, end_at_once, say_plainly, show
 from graphmod.config import CompileMode
-from graphmod.decode.batching.scheduler import kind_of_row
 from graphmod.decode.engine import DecodeEngine
-from graphmod.decode.errors import RequestError
-from graphmod.decode.results import Completion
-from graphmod.decode.step.sampling import FILTERED, GREEDY, PLAIN
+from graphmod.decode.scheduler import kind_of_row
+from graphmod.decode.step import FILTERED, GREEDY, PLAIN
+from graphmod.decode.types import Completion, RequestError
 from graphmod.errors import ConfigError, reason
 from graphmod.serve.host import FrontLost, Host
 from graphmod.serve.process import FrontProcess

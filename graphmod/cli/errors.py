@@ -21,7 +21,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, Interpolation
 from yaml import MarkedYAMLError, YAMLError
 
 from graphmod.cli.start import CONFIGS, complain, say_plainly, unwritten
-from graphmod.decode.errors import RequestError
+from graphmod.decode.types import RequestError
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.settings import REFUSED_OPTIMIZERS, RunConfig
 from graphmod.words import nearest

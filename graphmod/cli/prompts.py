@@ -17,7 +17,7 @@ from graphmod.train.encodings import not_utf8
 
 if TYPE_CHECKING:
     from graphmod.cli.settings import DecodeSettings
-    from graphmod.decode.results import Completion
+    from graphmod.decode.types import Completion
 
 # -- prompts, and the line of JSON that a completion becomes -----------------------------------------------------------
 

@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 
 from graphmod.config import BackendName, CompileMode
-from graphmod.decode.config import AttentionName, EngineConfig, GenerationConfigName, OffloadName, Sampling
+from graphmod.decode.types import AttentionName, EngineConfig, GenerationConfigName, OffloadName, Sampling
 from graphmod.errors import ConfigError
 from graphmod.serve.settings import ServeSettings
 from graphmod.train.folders import (

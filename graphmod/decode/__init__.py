@@ -7,24 +7,31 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from graphmod.decode.config import EngineConfig, Sampling
     from graphmod.decode.engine import DecodeEngine
-    from graphmod.decode.errors import DecodeError, RequestError
-    from graphmod.decode.results import Completion, DecodeStats, Run, TokenEvent
     from graphmod.decode.streams import EngineLoop, Handle, TokenStream
+    from graphmod.decode.types import (
+        Completion,
+        DecodeError,
+        DecodeStats,
+        EngineConfig,
+        RequestError,
+        Run,
+        Sampling,
+        TokenEvent,
+    )
 
 _HOMES = {
-    "Completion": "graphmod.decode.results",
+    "Completion": "graphmod.decode.types",
     "DecodeEngine": "graphmod.decode.engine",
-    "DecodeError": "graphmod.decode.errors",
-    "DecodeStats": "graphmod.decode.results",
-    "EngineConfig": "graphmod.decode.config",
+    "DecodeError": "graphmod.decode.types",
+    "DecodeStats": "graphmod.decode.types",
+    "EngineConfig": "graphmod.decode.types",
     "EngineLoop": "graphmod.decode.streams",
     "Handle": "graphmod.decode.streams",
-    "RequestError": "graphmod.decode.errors",
-    "Run": "graphmod.decode.results",
-    "Sampling": "graphmod.decode.config",
-    "TokenEvent": "graphmod.decode.results",
+    "RequestError": "graphmod.decode.types",
+    "Run": "graphmod.decode.types",
+    "Sampling": "graphmod.decode.types",
+    "TokenEvent": "graphmod.decode.types",
     "TokenStream": "graphmod.decode.streams",
 }
 

@@ -16,28 +16,31 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from graphmod.attention import attention
+from graphmod.attention import attention, decoding
 from graphmod.config import choice
-from graphmod.decode.attention.choice import choose
-from graphmod.decode.batching.batch import ContinuousBatch
-from graphmod.decode.batching.requests import RequestReader, defaults_of, eos_ids
-from graphmod.decode.batching.scheduler import Scheduler
-from graphmod.decode.batching.traffic import Pause, Traffic
-from graphmod.decode.cache.blocks import BlockAllocator
-from graphmod.decode.cache.cache import Offload, PagedCache
-from graphmod.decode.cache.offload import unavailable as unavailable_fetch
-from graphmod.decode.config import EngineConfig, Keep, OffloadName, Sampling
-from graphmod.decode.errors import DecodeError, RequestError
-from graphmod.decode.model_state import decoding
-from graphmod.decode.prefill.packed import PackedPrefill, unavailable
-from graphmod.decode.prefill.padded import PaddedPrefill
-from graphmod.decode.prefill.piece import Limits
-from graphmod.decode.results import BucketStats, Completion, DecodeStats, Run
-from graphmod.decode.step.anatomy import look_at, require_causal_lm
-from graphmod.decode.step.graphs import BucketGraphs, context_sizes
-from graphmod.decode.step.sampling import GREEDY
-from graphmod.decode.step.step import BatchState, DecodeStep
+from graphmod.decode.attention import choose
+from graphmod.decode.batch import ContinuousBatch
+from graphmod.decode.cache import Offload, PagedCache
+from graphmod.decode.model import look_at, require_causal_lm
+from graphmod.decode.offload import unavailable as unavailable_fetch
+from graphmod.decode.prefill import Limits, PackedPrefill, PaddedPrefill, unavailable
+from graphmod.decode.requests import RequestReader, defaults_of, eos_ids
+from graphmod.decode.scheduler import BlockAllocator, Scheduler
+from graphmod.decode.step import GREEDY, BatchState, BucketGraphs, DecodeStep, context_sizes
 from graphmod.decode.streams import EngineLoop, Handle, TokenStream
+from graphmod.decode.traffic import Pause, Traffic
+from graphmod.decode.types import (
+    BucketStats,
+    Completion,
+    DecodeError,
+    DecodeStats,
+    EngineConfig,
+    Keep,
+    OffloadName,
+    RequestError,
+    Run,
+    Sampling,
+)
 from graphmod.decode.verification import FirstTokens, compare_made_up
 from graphmod.errors import ConfigError
 from graphmod.text import Codec
@@ -307,7 +310,7 @@ class DecodeEngine:
             sizes: batch sizes among the buckets; None means all.
             max_context: capture for contexts up to this length; None means `max_seq_len`. Of no importance where
                 attention stops at the context by itself.
-            kinds: of sampling: `GREEDY`, `PLAIN`, `FILTERED` of `graphmod.decode.step.sampling`.
+            kinds: of sampling: `GREEDY`, `PLAIN`, `FILTERED` of `graphmod.decode.step`.
             prefill: also the graphs of prefill.
             progress: show a bar with the free memory, on a terminal.
         """

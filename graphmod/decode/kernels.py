@@ -279,7 +279,7 @@ def _fetch(
 def fetch(
     keys: Tensor, values: Tensor, near_keys: Tensor, near_values: Tensor, listed: Tensor, beside_copy_nodes: bool
 ) -> None:
-    """See `cache.offload.fetch`, whose arguments these are.
+    """See `offload.fetch`, whose arguments these are.
 
     Args:
         beside_copy_nodes: whether it leaves out what these bring.
@@ -338,7 +338,7 @@ def _gather(
 
 
 def gather(keys: Tensor, values: Tensor, slots: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """See `prefill.packed.gather_columns`.
+    """See `prefill.gather_columns`.
 
     Args:
         count: int32, whose first number is how many there are.

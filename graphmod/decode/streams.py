@@ -12,10 +12,8 @@ import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
 from typing import Any
 
-from graphmod.decode.config import Sampling
-from graphmod.decode.errors import DecodeError
-from graphmod.decode.interrupts import Held
-from graphmod.decode.results import Completion, Run, TokenEvent, events
+from graphmod.decode.types import Completion, DecodeError, Run, Sampling, TokenEvent, events
+from graphmod.interrupts import Held
 
 log = logging.getLogger("graphmod")
 
@@ -29,7 +27,7 @@ class Handle:
     The engine fills it in, in the thread that steps it; any other may read it.
 
     Args:
-        sequences: what it consists of, each a `batching.scheduler.Sequence`, or what stands for one that another
+        sequences: what it consists of, each a `scheduler.Sequence`, or what stands for one that another
             process has: with a `completion`, and a `handle`, which is set.
         on_run, with_text: see `DecodeEngine.submit`.
 

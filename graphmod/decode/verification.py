@@ -13,15 +13,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from graphmod.attention import attention, takes
-from graphmod.decode.attention.choice import Implementation, reference
-from graphmod.decode.cache.cache import PagedCache
-from graphmod.decode.cache.offload import Reader
-from graphmod.decode.errors import DecodeError
-from graphmod.decode.prefill.piece import Piece
-from graphmod.decode.results import Completion, Run
-from graphmod.decode.step.anatomy import refusal
-from graphmod.decode.step.graphs import context_sizes
-from graphmod.decode.step.step import BatchState, RowValues, next_logits
+from graphmod.decode.attention import Implementation, reference
+from graphmod.decode.cache import PagedCache
+from graphmod.decode.model import refusal
+from graphmod.decode.offload import Reader
+from graphmod.decode.prefill import Piece
+from graphmod.decode.step import BatchState, RowValues, context_sizes, next_logits
+from graphmod.decode.types import Completion, DecodeError, Run
 from graphmod.errors import reason
 
 _TOKENS = 24

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from graphmod.decode.errors import DecodeError
+from graphmod.decode.types import DecodeError
 from graphmod.serve.asked import Asked
 from graphmod.serve.errors import ApiError, wrong_field
 from graphmod.serve.forms import Form, usage

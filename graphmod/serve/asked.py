@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from graphmod.decode.config import Sampling, prompt_seed
+from graphmod.decode.types import Sampling, prompt_seed
 from graphmod.serve.errors import ApiError
 from graphmod.serve.schema import ChatRequest, CompletionRequest, StreamOptions
 from graphmod.text import ChatError, Codec, TokenizerCodec

@@ -12,11 +12,9 @@ import threading
 from functools import partial
 from typing import Any
 
-from graphmod.decode.config import Sampling
 from graphmod.decode.engine import DecodeEngine
-from graphmod.decode.errors import RequestError
-from graphmod.decode.results import Run
 from graphmod.decode.streams import Handle
+from graphmod.decode.types import RequestError, Run, Sampling
 from graphmod.serve.link import Line
 
 log = logging.getLogger("graphmod")

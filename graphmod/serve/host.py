@@ -6,7 +6,7 @@ import logging
 import socket
 
 from graphmod.decode.engine import DecodeEngine
-from graphmod.decode.results import DecodeStats
+from graphmod.decode.types import DecodeStats
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.serve.engine_thread import EngineThread
 from graphmod.serve.link import Line

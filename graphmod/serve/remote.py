@@ -14,10 +14,8 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
-from graphmod.decode.config import Sampling
-from graphmod.decode.errors import DecodeError
-from graphmod.decode.results import Completion, Run
 from graphmod.decode.streams import Handle, tell
+from graphmod.decode.types import Completion, DecodeError, Run, Sampling
 from graphmod.serve.link import Unpacker, packed
 
 _AT_ONCE = 1 << 16  # bytes that are read

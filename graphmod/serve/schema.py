@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WrapValidator, model_validator
 from pydantic_core import PydanticCustomError
 
-from graphmod.decode.config import MOST_TOP
+from graphmod.decode.types import MOST_TOP
 
 _MOST_STOPS, _LONGEST_STOP = 16, 1000
 

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
-from graphmod.decode.errors import DecodeError
+from graphmod.decode.types import DecodeError
 from graphmod.serve.errors import ApiError
 from graphmod.serve.metrics import Metrics
 from graphmod.serve.remote import Remote

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass, field
 
-from graphmod.decode.config import GenerationConfigName
+from graphmod.decode.types import GenerationConfigName
 from graphmod.errors import ConfigError
 
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from graphmod.decode.results import Completion
+from graphmod.decode.types import Completion
 from graphmod.text import Codec, TextStream, TokenizerCodec, TokenText, TokenTexts, token_bytes
 
 _LEAST = -9999.0  # of log-probabilities, since JSON has no infinity

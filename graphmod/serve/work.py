@@ -8,8 +8,8 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from typing import NamedTuple
 
-from graphmod.decode.results import Completion, Run
 from graphmod.decode.streams import Handle
+from graphmod.decode.types import Completion, Run
 from graphmod.serve.asked import Asked
 from graphmod.serve.errors import ApiError, refused
 from graphmod.serve.remote import Refused, Request

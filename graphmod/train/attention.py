@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from graphmod.attention import BESIDE, PROBE, STATIC, Rule, Unclear, asker, attention, takes
-from graphmod.decode.model_state import decoding
+from graphmod.attention import BESIDE, PROBE, STATIC, Rule, Unclear, asker, attention, decoding, takes
 from graphmod.errors import ConfigError, reason
 from graphmod.train.settings import Precision
 

@@ -26,7 +26,7 @@ from graphmod.cli.main import COMMANDS
 from graphmod.cli.serve import SERVE
 from graphmod.cli.settings import model_folder, require_positions
 from graphmod.cli.train import main
-from graphmod.decode.config import EngineConfig, Sampling
+from graphmod.decode.types import EngineConfig, Sampling
 from graphmod.errors import ConfigError, UnknownSetting
 from graphmod.text import tokenizer_folder
 from graphmod.train.settings import TrainGraphConfig

@@ -9,7 +9,7 @@ from decode_models import prompts_of, reference, tiny_model
 
 from graphmod import CUDAGraphConfig, graph_layers
 from graphmod.decode import DecodeEngine, DecodeError, RequestError, Sampling
-from graphmod.decode.step.step import DecodeStep
+from graphmod.decode.step import DecodeStep
 from graphmod.errors import ConfigError
 from graphmod.train.attention import use_static_causal_attention
 

@@ -10,8 +10,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from graphmod.attention import Unclear, rule_of
 from graphmod.decode import DecodeEngine
-from graphmod.decode.errors import DecodeError
-from graphmod.decode.step.anatomy import look_at
+from graphmod.decode.model import look_at
+from graphmod.decode.types import DecodeError
 from graphmod.errors import ConfigError
 
 # Windows in all layers and in some, chunks, sinks, capped scores, ALiBi, positions that are counted, several queries to

@@ -12,8 +12,8 @@ from fake_driver import FakeDriver, all_of_them
 from test_decode_pages import lay_on
 
 from graphmod.decode import DecodeEngine, DecodeError, EngineLoop
-from graphmod.decode.cache import pages as module
-from graphmod.decode.cache.pages import Ordinary
+from graphmod.decode import memory as module
+from graphmod.decode.memory import Ordinary
 from graphmod.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the system takes no pages back")

@@ -18,7 +18,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from graphmod import torch_private
 from graphmod.decode import DecodeEngine
-from graphmod.decode.step.step import MOST_STOPS
+from graphmod.decode.step import MOST_STOPS
 from graphmod.fuse import early_launch, inductor
 from graphmod.fuse.program import cut, graph_of
 

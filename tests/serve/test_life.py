@@ -19,7 +19,7 @@ from served import chat_model, tokenizer
 
 from graphmod.cli import decode as run
 from graphmod.cli.serve import SERVE, main
-from graphmod.decode.config import EngineConfig
+from graphmod.decode.types import EngineConfig
 from graphmod.errors import ConfigError
 from graphmod.serve.process import FrontProcess
 

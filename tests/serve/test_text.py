@@ -5,7 +5,7 @@ import random
 import pytest
 from made_tokenizers import KINDS, metaspace
 
-from graphmod.decode.results import Completion
+from graphmod.decode.types import Completion
 from graphmod.serve.text import Answer, Scorer, StopCut
 from graphmod.text import ByteCodec, TokenizerCodec, completion_text
 

@@ -1,1 +1,0 @@
-"""Attention over the cache, and the choice between its kernels."""

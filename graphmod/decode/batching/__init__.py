@@ -1,1 +1,0 @@
-"""Requests, and which of them share a step."""

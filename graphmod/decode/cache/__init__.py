@@ -1,1 +1,0 @@
-"""Keys and values of the tokens so far."""

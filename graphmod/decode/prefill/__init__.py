@@ -1,1 +1,0 @@
-"""Prompts on their way into the KV cache."""

@@ -1,0 +1,603 @@
+"""One decode step, from the tokens of a batch to the next ones: the choice of a token, the static tensors that a step
+reads and writes, what a graph holds of it, and the graphs: a wrapper for each batch size, context and kind of sampling.
+
+Numbers of one kind share a tensor with a column each, so that a row is written, moved or cleared with one copy. Beside
+these tensors a step reads and writes those of `cache` and the model's weights only.
+
+Tokens are chosen on the device: greedy, temperature, top-k, top-p, with random numbers that a request owns, by
+functions of tensors without host reads and without state.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from graphmod.config import CompileMode, CUDAGraphConfig, Verify
+from graphmod.decode.cache import NULL_BLOCK, CacheView, GatheredView, PagedCache, slot_mapping
+from graphmod.decode.model import positions, step_arguments
+from graphmod.decode.types import MOST_TOP, BucketStats, EngineConfig
+from graphmod.fuse.compiler import StepCompiler
+from graphmod.wrap.extension import Group, mark_static
+from graphmod.wrap.module import CUDAGraphModule
+
+log = logging.getLogger("graphmod")
+
+
+GREEDY, PLAIN, FILTERED = 0, 1, 2
+"""What a batch needs: greedy rows only; temperatures; also top-k or top-p. A row gets the same token in each that
+covers it, so the cheapest may be chosen for every batch anew."""
+TOP = 4
+"""Added to one of these where the most likely tokens are told too."""
+
+# SplitMix64: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; the constants
+# of its output function are D. Stafford's "mix13". Multiplication of int64 wraps, as theirs of uint64 does.
+_GAMMA = 0x9E3779B97F4A7C15 - 2**64
+_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
+_MIX_2 = 0x94D049BB133111EB - 2**64
+_FIXED_POINT = 2.0**40
+
+
+class Choice(NamedTuple):
+    """What was sampled for each row.
+
+    Attributes:
+        tokens: (B,) int64.
+        logprobs: (B,) float32, log-probability (nats) of the token under the model's own distribution, before
+            temperature, top-k and top-p.
+        bad: (B,) bool, whether the logits hold a NaN or an infinity, so that the token means nothing.
+        top: the most likely tokens, where the kind has TOP; else None.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+    bad: Tensor
+    top: Top | None = None
+
+
+class Top(NamedTuple):
+    """The most likely tokens of each row, the likeliest first; MOST_TOP, or as many as a smaller vocabulary has.
+
+    Attributes:
+        tokens: (B, MOST_TOP) int64.
+        logprobs: (B, MOST_TOP) float32, under the model's own distribution.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+
+
+def most_likely(logits: Tensor, total: Tensor) -> Top:
+    """The most likely tokens.
+
+    Args:
+        logits: (B, V) float32.
+        total: (B,) their logsumexp.
+    """
+    found = logits.topk(min(MOST_TOP, logits.shape[1]), dim=1)
+    return Top(found.indices, found.values - total.unsqueeze(1))
+
+
+def _shift_right(value: Tensor, bits: int) -> Tensor:
+    return (value >> bits) & ((1 << (64 - bits)) - 1)  # int64 shifts copy the sign bit
+
+
+def mix64(value: Tensor) -> Tensor:
+    """SplitMix64's output function: a bijection of int64 that scatters neighbouring values."""
+    value = (value ^ _shift_right(value, 30)) * _MIX_1
+    value = (value ^ _shift_right(value, 27)) * _MIX_2
+    return value ^ _shift_right(value, 31)
+
+
+def row_keys(seed: Tensor, position: Tensor) -> Tensor:
+    """(B,) int64: the state of the random stream of a request at a position. Both arguments: (B,) int64."""
+    return mix64(mix64(seed + _GAMMA) + position * _GAMMA)
+
+
+def gumbel(keys: Tensor, count: int) -> Tensor:
+    """(B, count) float32 standard Gumbel numbers; element v of row b depends on `keys[b]` and v alone.
+
+    The uniform number behind them keeps its 53 bits where it is small, which is where the largest results come from.
+    """
+    steps = torch.arange(1, count + 1, device=keys.device) * _GAMMA
+    bits = _shift_right(mix64(keys.unsqueeze(1) + steps), 11)
+    uniform = (bits.to(torch.float32) * 2.0**-53).clamp(2.0**-54, 1 - 2.0**-24)
+    return -torch.log(-torch.log1p(-uniform))
+
+
+def keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """`logits` with -inf for what top-k and then top-p leave out.
+
+    Values equal to the last one kept are kept too. Probabilities are added as integers of 2^-40, so that the sum does
+    not depend on the order in which a device adds.
+
+    Args:
+        logits: (B, V) float32, already divided by the temperature.
+        top_k: (B,) int64, 0 keeps all.
+        top_p: (B,) float32, 1 keeps all.
+    """
+    count = logits.shape[1]
+    ordered = logits.sort(dim=1, descending=True).values
+    rank = torch.arange(count, device=logits.device)
+    most = torch.where(top_k > 0, top_k, count).unsqueeze(1)
+    ordered = ordered.masked_fill(rank >= most, float("-inf"))
+    weight = (ordered.softmax(dim=1) * _FIXED_POINT).to(torch.int64)
+    before = weight.cumsum(dim=1) - weight
+    reached = torch.where(top_p < 1, top_p.double() * _FIXED_POINT, float("inf")).unsqueeze(1)
+    kept = ((before < reached) & (rank < most)).sum(dim=1).clamp(1, count)
+    least = ordered.gather(1, (kept - 1).unsqueeze(1))
+    return logits.masked_fill(logits < least, float("-inf"))
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    kind: int,
+) -> Choice:
+    """One token for each row, by the Gumbel-max trick: argmax(logits / temperature + Gumbel) is distributed as softmax.
+
+    Args:
+        logits: (B, V), any float dtype.
+        temperature: (B,) float32; 0 takes the most likely token.
+        top_k: (B,) int64.
+        top_p: (B,) float32.
+        seed: (B,) int64, of the request.
+        position: (B,) int64, where in its sequence the token will stand.
+        kind: GREEDY, PLAIN or FILTERED, at least what the rows need; with TOP, the most likely tokens too.
+    """
+    logits = logits.float()
+    total = logits.logsumexp(dim=1)
+    tokens = logits.argmax(dim=1)
+    top, kind = (most_likely(logits, total), kind - TOP) if kind >= TOP else (None, kind)
+    if kind != GREEDY:
+        greedy = temperature <= 0
+        scaled = logits / torch.where(greedy, 1.0, temperature).unsqueeze(1)
+        if kind == FILTERED:
+            scaled = keep_likely(scaled, top_k, top_p)
+        drawn = (scaled + gumbel(row_keys(seed, position), logits.shape[1])).argmax(dim=1)
+        tokens = torch.where(greedy, tokens, drawn)
+    logprobs = logits.gather(1, tokens.unsqueeze(1)).squeeze(1) - total
+    return Choice(tokens, logprobs, ~torch.isfinite(total), top)
+
+
+TOKEN, POSITION, ACTIVE, LIMIT, SEED, TOP_K = range(6)
+"""Columns of `integers`: the token to be fed, its position, whether the row decodes (1) or is padding or done (0), the
+length at which the sequence ends, the seed, top-k."""
+TEMPERATURE, TOP_P = range(2)
+"""Columns of `floats`."""
+RUNNING, STOPPED, FULL, BAD = range(4)
+"""What a step says of a row: goes on, met a stop, reached its length, had logits that are no numbers."""
+NOTHING = -1
+"""Stands for a token where a row was not active."""
+MOST_STOPS = 8
+
+
+class Rows(NamedTuple):
+    """The state of the first rows of a batch, slices of one set of maximum size. This is what a graph is given.
+
+    Attributes:
+        integers: (B, 6) int64, columns above.
+        floats: (B, 2) float32.
+        block_table: (B, blocks of a sequence) int64.
+        stops: (B, MOST_STOPS) int64, tokens that end the row; -1 where unused.
+        results: (steps kept, 2, B) int64: token, or NOTHING, and status.
+        logprobs: (steps kept, B) float32.
+        cursor: (1,) int64, the step of `results` that is written next.
+        top: (steps kept, B, MOST_TOP) each, for a batch of which somebody asks for the most likely tokens; else None.
+    """
+
+    integers: Tensor
+    floats: Tensor
+    block_table: Tensor
+    stops: Tensor
+    results: Tensor
+    logprobs: Tensor
+    cursor: Tensor
+    top: Top | None = None
+
+
+class RowValues(NamedTuple):
+    """What one row starts with, as Python numbers."""
+
+    integers: list[int]
+    floats: list[float]
+    blocks: list[int]
+    stops: list[int]
+
+
+class BatchState:
+    """Owns the tensors and their pinned mirrors on the host.
+
+    Args:
+        rows: the most rows.
+        blocks: the most blocks of a sequence.
+        steps: decode steps whose results are kept until the host has read them.
+        vocabulary: number of tokens.
+    """
+
+    def __init__(self, rows: int, blocks: int, steps: int, device: torch.device, vocabulary: int) -> None:
+        self.device, self.steps, self.blocks = device, steps, blocks
+        self._most_top = min(MOST_TOP, vocabulary)
+        self.pin = device.type == "cuda"
+        self.whole = Rows(
+            integers=torch.zeros(rows, 6, dtype=torch.int64, device=device),
+            floats=torch.zeros(rows, 2, dtype=torch.float32, device=device),
+            block_table=torch.full((rows, blocks), NULL_BLOCK, dtype=torch.int64, device=device),
+            stops=torch.full((rows, MOST_STOPS), -1, dtype=torch.int64, device=device),
+            results=torch.full((steps, 2, rows), NOTHING, dtype=torch.int64, device=device),
+            logprobs=torch.zeros(steps, rows, dtype=torch.float32, device=device),
+            cursor=torch.zeros(1, dtype=torch.int64, device=device),
+        )
+        self._host_results = torch.empty((steps, 2, rows), dtype=torch.int64, pin_memory=self.pin)
+        self._host_logprobs = torch.empty((steps, rows), dtype=torch.float32, pin_memory=self.pin)
+        self._top: tuple[Top, Top] | None = None  # on the device and on the host, from when somebody asks for it
+        self._slices: dict[tuple[int, bool], Rows] = {}
+
+    def rows(self, count: int, top: bool = False) -> Rows:
+        """The state of the first `count` rows, for the most likely tokens too if `top`; the same tensors each time."""
+        if (count, top) not in self._slices:
+            part = self.part(0, count, top)._replace(cursor=self.whole.cursor[:])
+            for tensor in (*part[:-1], *(part.top or ())):
+                mark_static(tensor)
+            self._slices[count, top] = part
+        return self._slices[count, top]
+
+    def _tops(self) -> tuple[Top, Top]:
+        if self._top is None:
+            size = (self.steps, len(self.whole.integers), self._most_top)
+            kinds = (torch.int64, torch.float32)
+            self._top = (
+                Top(*(torch.zeros(size, dtype=kind, device=self.device) for kind in kinds)),
+                Top(*(torch.empty(size, dtype=kind, pin_memory=self.pin) for kind in kinds)),
+            )
+        return self._top
+
+    def part(self, first: int, count: int, top: bool = False) -> Rows:
+        """The state of `count` rows from `first` on, for what no graph reads."""
+        whole, part = self.whole, slice(first, first + count)
+        return Rows(
+            whole.integers[part],
+            whole.floats[part],
+            whole.block_table[part],
+            whole.stops[part],
+            whole.results[:, :, part],
+            whole.logprobs[:, part],
+            whole.cursor,
+            Top(*(one[:, part] for one in self._tops()[0])) if top else None,
+        )
+
+    def to_device(self, values: list, dtype: torch.dtype) -> Tensor:
+        """`values` as a tensor on the device, copied from pinned memory without waiting."""
+        host = torch.tensor(values, dtype=dtype)
+        return host.pin_memory().to(self.device, non_blocking=True) if self.pin else host
+
+    def set_rows(self, first: int, values: list[RowValues]) -> None:
+        """Writes consecutive rows, beginning with `first`."""
+        part = slice(first, first + len(values))
+        tables = [v.blocks + [NULL_BLOCK] * (self.blocks - len(v.blocks)) for v in values]
+        stops = [v.stops + [-1] * (MOST_STOPS - len(v.stops)) for v in values]
+        self.whole.integers[part].copy_(self.to_device([v.integers for v in values], torch.int64))
+        self.whole.floats[part].copy_(self.to_device([v.floats for v in values], torch.float32))
+        self.whole.block_table[part].copy_(self.to_device(tables, torch.int64))
+        self.whole.stops[part].copy_(self.to_device(stops, torch.int64))
+
+    def move_row(self, source: int, target: int) -> None:
+        """Copies a row to another place, as it is on the device at that point of the stream."""
+        for tensor in (self.whole.integers, self.whole.floats, self.whole.block_table, self.whole.stops):
+            tensor[target].copy_(tensor[source])
+
+    def clear_row(self, row: int) -> None:
+        """Makes a row padding: it writes nowhere and attends to nothing."""
+        self.whole.integers[row].zero_()
+        self.whole.block_table[row].fill_(NULL_BLOCK)
+
+    def read_back(self, first: int, count: int, top: bool) -> tuple[list[int], torch.cuda.Event | None]:
+        """Starts copying the results of `count` steps, from step `first` (modulo `steps`), to the host; with `top`, the
+        most likely tokens too.
+
+        Returns:
+            The indices of those steps for `results_at`, and what to wait for before reading them.
+        """
+        kept = [(first + step) % self.steps for step in range(count)]
+        pieces = (
+            [slice(kept[0], kept[-1] + 1)] if kept[0] <= kept[-1] else [slice(kept[0], None), slice(0, kept[-1] + 1)]
+        )
+        for piece in pieces:
+            self._host_results[piece].copy_(self.whole.results[piece], non_blocking=True)
+            self._host_logprobs[piece].copy_(self.whole.logprobs[piece], non_blocking=True)
+            for here, there in zip(*self._tops(), strict=True) if top else ():
+                there[piece].copy_(here[piece], non_blocking=True)
+        event = None
+        if self.pin:
+            event = torch.cuda.Event()
+            event.record()
+        return kept, event
+
+    def results_at(self, kept: list[int], rows: slice) -> tuple[list[list[int]], list[list[float]], list[list[int]]]:
+        """Tokens, log-probabilities and statuses, each (rows, steps), of steps that have been read back."""
+        results, logprobs = self._host_results.numpy(), self._host_logprobs.numpy()  # whose lists are made faster
+        tokens, statuses = results[kept, :, rows].transpose(1, 2, 0).tolist()
+        return tokens, logprobs[kept, rows].T.tolist(), statuses
+
+    def top_at(self, kept: list[int], row: int, count: int) -> list[list[tuple[int, float]]]:
+        """The `count` most likely tokens of a row after each of those steps, with their log-probabilities."""
+        tokens, logprobs = (one.numpy()[kept, row, :count].tolist() for one in self._tops()[1])
+        return [list(zip(*both, strict=True)) for both in zip(tokens, logprobs, strict=True)]
+
+    def restart(self) -> None:
+        """Back to the first step of `results`, and to nothing but padding."""
+        self.whole.cursor.zero_()
+        self.whole.integers.zero_()
+        self.whole.block_table.fill_(NULL_BLOCK)
+
+
+def next_logits(model: PreTrainedModel, memory: PagedCache, rows: Rows, visited: int | None, own: bool) -> Tensor:
+    """(B, vocabulary): the model's logits after each row's token, whose keys and values are stored on the way.
+
+    Args:
+        own: whether the model attends by itself; else with the attention function that it is set to.
+    """
+    token, position, active = rows.integers[:, TOKEN], rows.integers[:, POSITION], rows.integers[:, ACTIVE] > 0
+    slots = slot_mapping(position, rows.block_table, active, memory.block_size)
+    slots = torch.where(slots < 0, memory.spare_slots[: len(slots)], slots)
+    context = torch.where(active, position + 1, 0)
+    position = position.unsqueeze(1)
+    if own:
+        assert visited is not None
+        # A padded row sees the token that it stores, for rows that see nothing make NaN in some models' attention.
+        view = GatheredView(memory, slots, rows.block_table, context.clamp(min=1), visited, 1)
+        given = {"input_ids": token.unsqueeze(1), "attention_mask": view.mask, **positions(model, position)}
+        given |= {"past_key_values": view, "use_cache": True}
+    else:
+        view = CacheView(memory, slots, rows.block_table, context, visited)
+        given = step_arguments(model, token.unsqueeze(1), position, view)
+    return model(**given).logits[:, -1]
+
+
+def take_token(logits: Tensor, rows: Rows, kind: int) -> None:
+    """Samples, notes the result for the host, and makes the rows ready for their next step, or ends them."""
+    integers = rows.integers
+    position, active = integers[:, POSITION], integers[:, ACTIVE] > 0
+    following = position + 1
+    choice = sample(
+        logits,
+        rows.floats[:, TEMPERATURE],
+        integers[:, TOP_K],
+        rows.floats[:, TOP_P],
+        integers[:, SEED],
+        following,
+        kind,
+    )
+    stopped = (choice.tokens.unsqueeze(1) == rows.stops).any(dim=1)
+    status = torch.where(following + 1 >= integers[:, LIMIT], FULL, RUNNING)
+    status = torch.where(stopped, STOPPED, status)
+    status = torch.where(choice.bad, BAD, status)
+    result = torch.stack((torch.where(active, choice.tokens, NOTHING), status))
+    rows.results.index_copy_(0, rows.cursor, result.unsqueeze(0))
+    rows.logprobs.index_copy_(0, rows.cursor, choice.logprobs.unsqueeze(0))
+    if choice.top is not None and rows.top is not None:
+        rows.top.tokens.index_copy_(0, rows.cursor, choice.top.tokens.unsqueeze(0))
+        rows.top.logprobs.index_copy_(0, rows.cursor, choice.top.logprobs.unsqueeze(0))
+    rows.cursor.copy_((rows.cursor + 1) % len(rows.results))
+    going = active & (status == RUNNING)
+    advanced = torch.stack((choice.tokens, following, going.to(torch.int64)), dim=1)
+    held = torch.stack((integers[:, TOKEN], position, going.to(torch.int64)), dim=1)
+    integers[:, TOKEN : ACTIVE + 1].copy_(torch.where(going.unsqueeze(1), advanced, held))
+
+
+class DecodeStep(nn.Module):
+    """The callable that `CUDAGraphModule` wraps.
+
+    Args:
+        model: a transformers causal LM; used as it is, with the attention it is set to at that moment.
+        memory: the KV cache.
+        own: whether the model attends by itself.
+    """
+
+    def __init__(self, model: PreTrainedModel, memory: PagedCache, own: bool) -> None:
+        super().__init__()
+        self.model, self.memory, self.own = model, memory, own
+
+    def forward(self, rows: Rows, visited: int | None, kind: int) -> None:
+        """One step for all rows.
+
+        Args:
+            rows: their state; what the step finds is left in it.
+            visited: see `CacheView`.
+            kind: see `sample`.
+        """
+        take_token(next_logits(self.model, self.memory, rows, visited, self.own), rows, kind)
+
+
+_LEAST_VISITED = 256  # below it attention costs no time to speak of
+
+Key = tuple[int, int | None, int]  # batch size, visited tokens, kind of sampling
+
+
+def context_sizes(block_size: int, most: int, stops_at_context: bool) -> list[int | None]:
+    """Numbers of visited tokens that have graphs of their own, ascending: doubling, the last one `most`.
+
+    Args:
+        block_size: they are multiples of it, or less than one block.
+        most: tokens of a block table.
+        stops_at_context: then there is one graph for all, which None stands for.
+    """
+    if stops_at_context:
+        return [None]
+    size = _LEAST_VISITED if block_size >= _LEAST_VISITED else -(-_LEAST_VISITED // block_size) * block_size
+    found = []
+    while size < most:
+        found.append(size)
+        size *= 2
+    if block_size > _LEAST_VISITED:  # a multiple of a block from the first that is longer than one
+        found = [size if size <= block_size else -(-size // block_size) * block_size for size in found]
+    return [*sorted({*(size for size in found if size < most), most})]
+
+
+def _state(states: list[str]) -> str:
+    if "captured" in states:
+        return "valid"
+    return "disabled" if "disabled" in states else "invalid"
+
+
+def counters(wrappers: Iterable[CUDAGraphModule], own: BucketStats, released: int) -> BucketStats:
+    """The counters of some wrappers together.
+
+    Args:
+        own: what they do not count: steps without a wrapper, and rows.
+        released: captures whose graphs were freed by a `reset`.
+    """
+    graphs = [wrapper.stats for wrapper in wrappers]
+    captures = sum(graph.captures for graph in graphs)
+    return BucketStats(
+        state=_state([graph.state for graph in graphs]),
+        launches=sum(graph.replays for graph in graphs),
+        captures=captures,
+        recaptures=max(0, captures - released - sum(graph.captures > 0 for graph in graphs)),
+        eager_steps=own.eager_steps + sum(graph.eager_calls for graph in graphs),
+        failures=sum(graph.failures for graph in graphs),
+        row_steps=own.row_steps,
+        padding_row_steps=own.padding_row_steps,
+    )
+
+
+def free_memory(device: torch.device) -> dict[str, Any]:
+    """For a bar: the free memory of a GPU."""
+    if device.type != "cuda":
+        return {}
+    return {"free": f"{torch.cuda.mem_get_info(device)[0] / 2**30:.1f} GiB"}
+
+
+class BucketGraphs:
+    """Launches decode steps in the smallest bucket that holds the batch.
+
+    Args:
+        step: what is captured.
+        state: whose rows it works on.
+        config: buckets, warm-up, failures, backend, and whether there are graphs at all.
+        contexts: from `context_sizes`.
+        compiles: whether the first step of a batch size compiles attention.
+    """
+
+    def __init__(
+        self,
+        step: DecodeStep,
+        state: BatchState,
+        config: EngineConfig,
+        contexts: list[int | None],
+        compiles: bool,
+    ) -> None:
+        self.step, self.state, self.config, self.contexts = step, state, config, contexts
+        self.sizes = config.bucket_sizes()
+        self.settings = CUDAGraphConfig(
+            warmup_steps=config.warmup_steps,
+            max_failures=config.max_failures,
+            backend=config.backend,
+            max_graphs=1,
+            verify=Verify.off,  # a token would come late
+        )
+        # The last warm-up step is recorded: compilers take several times as long under its watch as in one before it.
+        self._of_steps = replace(self.settings, warmup_steps=config.warmup_steps + compiles)
+        self.group = Group()
+        self.wrappers: dict[Key, CUDAGraphModule] = {}
+        self._counts = {size: BucketStats() for size in self.sizes}
+        self._released = dict.fromkeys(self.sizes, 0)  # captures whose graphs `reset` freed
+        self.capturing: int | None = None
+        self.compiler: StepCompiler | None = None
+        if config.compile is not CompileMode.none and state.device.type == "cuda":
+            self.compiler = StepCompiler(config.compile is CompileMode.max, config.compile_in_background)
+        elif config.compile is not CompileMode.none:
+            log.warning("compile=%s is for a GPU and is ignored on this %s", config.compile.value, state.device.type)
+
+    def bucket(self, rows: int) -> int:
+        """The smallest batch size with a graph that holds `rows` rows."""
+        return next(size for size in self.sizes if size >= rows)
+
+    def visited(self, context: int) -> int | None:
+        """The smallest number of visited tokens that holds `context`."""
+        return next(size for size in self.contexts if size is None or size >= context)
+
+    def launch(self, rows: int, context: int, kind: int, steps: int = 1) -> int:
+        """Launches steps; returns the bucket they run in. Call it in inference mode, with the model's attention set."""
+        size, visited = self.bucket(rows), self.visited(context)
+        state = self.state.rows(size, kind >= TOP)
+        if not self.config.graphs:
+            self._counts[size].eager_steps += steps
+            for _ in range(steps):
+                self.step(state, visited, kind)
+            return size
+        key = (size, visited, kind)
+        wrapper = self.wrappers.get(key)
+        if wrapper is None:
+            name = f"decode step of {size} row{'s' if size != 1 else ''}"
+            wrapper = self.wrappers[key] = CUDAGraphModule(self.step, self._of_steps, name=name, group=self.group)
+        while steps > 0:
+            if self.compiler is None:
+                wrapper(state, visited, kind)
+            else:
+                self.compiler.call(wrapper, state, visited, kind)
+            steps -= 1 + wrapper.replay(steps - 1)
+        return size
+
+    def count(self, size: int, row_steps: int, tokens: int) -> None:
+        """Adds the row steps of a chunk and how many of them made a token."""
+        self._counts[size].row_steps += row_steps
+        self._counts[size].padding_row_steps += row_steps - tokens
+
+    def capture(
+        self, sizes: Iterable[int], contexts: Iterable[int | None], kinds: Iterable[int], progress: bool
+    ) -> None:
+        """Captures ahead of time, largest first, with rows that are all padding: such a step changes nothing."""
+        wanted = [
+            (size, visited, kind)
+            for size in sorted(sizes, reverse=True)
+            for visited in sorted(contexts, key=lambda c: c or 0, reverse=True)
+            for kind in sorted(kinds, reverse=True)
+        ]
+        # None: a bar on a terminal only.
+        with tqdm(wanted, desc="capturing", unit="graph", disable=None if progress else True) as bar:
+            for size, visited, kind in bar:
+                self.capturing = size
+                try:
+                    # Compiled code runs once before it is captured.
+                    for _ in range(self._of_steps.warmup_steps + (1 if self.compiler is None else 3)):
+                        self.launch(size, visited or 1, kind)
+                finally:
+                    self.capturing = None
+                bar.set_postfix(rows=size, **free_memory(self.state.device), refresh=False)
+
+    def stats(self) -> tuple[dict[int, BucketStats], float, int]:
+        """Counters of each bucket, seconds spent capturing, and bytes of the pool."""
+        buckets, wrappers = {}, list(self.wrappers.items())  # another thread may add some
+        for size in self.sizes:
+            graphs = [wrapper for (rows, _, _), wrapper in wrappers if rows == size]
+            buckets[size] = counters(graphs, self._counts[size], self._released[size])
+            if size == self.capturing:
+                buckets[size].state = "capturing"
+        every = [wrapper.stats for _, wrapper in wrappers]
+        seconds = sum((graph.capture_seconds for graph in every), 0.0)
+        return buckets, seconds, max((graph.pool_bytes for graph in every), default=0)
+
+    def reset(self) -> None:
+        """Frees the graphs; what was disabled stays so, and what is captured next is no recapture."""
+        for (size, _, _), wrapper in self.wrappers.items():
+            self._released[size] += wrapper.stats.state == "captured"
+            wrapper.reset()
+        if self.compiler is not None:
+            self.compiler.forget()
+
+    def force_enable(self) -> None:
+        """Lets buckets that failures disabled be captured again."""
+        for wrapper in self.wrappers.values():
+            wrapper.force_enable()

@@ -1,1 +1,0 @@
-"""One decode step for a batch of rows."""

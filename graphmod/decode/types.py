@@ -1,0 +1,419 @@
+"""What decode is told and what it gives back: settings, tokens as they come, finished completions, counters, errors. No
+PyTorch.
+
+`EngineConfig` is about memory and speed, and changes no token but by `generation_config`; `Sampling` is about what one
+request draws.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from numbers import Integral, Real
+from typing import Any, NamedTuple
+
+from graphmod.config import BackendName, CompileMode, choice, integer, names_settings
+from graphmod.errors import ConfigError, GraphmodError
+
+
+class DecodeError(GraphmodError, RuntimeError):
+    """Decoding cannot continue, or is impossible with this model; the message gives the reason and what helps."""
+
+
+class RequestError(GraphmodError, ValueError):
+    """One request cannot be served: an empty or too long prompt, an unknown stop, a setting out of range."""
+
+
+MOST_TOP = 20
+"""Most likely tokens that are told of a place, at most."""
+
+
+class AttentionName(str, Enum):
+    """Which attention decode steps use; `auto` goes by a fixed rule, `fastest` measures those that work here."""
+
+    auto = "auto"
+    fastest = "fastest"
+    sdpa = "sdpa"
+    flex = "flex"
+    flashinfer = "flashinfer"
+    triton = "triton"
+    own = "own"
+
+
+class OffloadName(str, Enum):
+    """What of the KV cache is kept in the memory of the host: nothing, or the caches of whole layers."""
+
+    none = "none"
+    layers = "layers"
+
+
+class Keep(str, Enum):
+    """What `DecodeEngine.suspend` keeps: nothing (`none`), or graphs and the addresses they read (`graphs`)."""
+
+    none = "none"
+    graphs = "graphs"
+
+
+class GenerationConfigName(str, Enum):
+    """Where the defaults of sampling come from: the model's generation config (`auto`), or this package (`none`)."""
+
+    auto = "auto"
+    none = "none"
+
+
+@names_settings
+@dataclass
+class EngineConfig:
+    """Settings of `DecodeEngine`.
+
+    Attributes:
+        max_batch_size: sequences decoded at the same time; more wait.
+        max_seq_len: tokens of a sequence, prompt included; null takes the model's positions.
+        block_size: tokens of a block of the paged cache.
+        cache_tokens: tokens the cache holds; null is room for `max_batch_size` sequences of `max_seq_len`.
+            Longer requests are shortened.
+        offload: `layers` keeps keys and values in the memory of the host, and brings them to the GPU layer by layer
+            in each step: for a cache that is larger than the GPU. `none` keeps all on the GPU.
+        offload_buffers: layers there is room for on the GPU at a time.
+        offload_resident: the share of layers that stay on the GPU all the time, 0 to 1.
+        attention: `auto`, `fastest`, `sdpa`, `flex`, `flashinfer`, `triton` or `own`, the model's own attention.
+        buckets: batch sizes that have a graph; null means 1, 2, 4, 8, 16, 24, 32, ... The maximum is always added.
+        steps_per_sync: decode steps launched before results are read; one with `offload=layers`, whatever this says.
+        prefill_tokens: tokens of prompts that are prefilled at once, at most; longer prompts go in pieces.
+        keep_prefixes: find the beginnings of prompts in the cache even after the engine had nothing to do.
+        frozen: nobody changes the model for as long as the engine lives, so that nothing looks whether the beginnings
+            in the cache are still its own. Otherwise each arrival of requests reads the weights once.
+        generation_config: `auto` takes temperature, top_k and top_p of requests that do not say them from the model's
+            generation config, where that says to draw (`do_sample`); `none` does not.
+        graphs: capture decode steps. Without, every step is eager and counted.
+        compile: `none`, `default` or `max`: compile captured steps. On a GPU only.
+        compile_in_background: compile in a thread of its own; steps run uncompiled until it is done, instead of
+            waiting. So it depends on time which tokens compiled code computes, whose last bits may differ.
+        warmup_steps: eager steps of a new bucket before its capture.
+        max_failures: failures in a row after which a bucket stays eager.
+        backend: `auto`, `cuda` or `emulated`.
+    """
+
+    max_batch_size: int = 16
+    max_seq_len: int | None = None
+    block_size: int = 64
+    cache_tokens: int | None = None
+    offload: OffloadName = OffloadName.none
+    offload_buffers: int = 2
+    offload_resident: float = 0.0
+    attention: AttentionName = AttentionName.auto
+    buckets: list[int] | None = None
+    steps_per_sync: int = 8
+    prefill_tokens: int = 4096
+    keep_prefixes: bool = False
+    frozen: bool = False
+    generation_config: GenerationConfigName = GenerationConfigName.auto
+    graphs: bool = True
+    compile: CompileMode = CompileMode.none
+    compile_in_background: bool = False
+    warmup_steps: int = 1
+    max_failures: int = 3
+    backend: BackendName = BackendName.auto
+
+    def __post_init__(self) -> None:
+        self.attention = choice(AttentionName, self.attention, "attention")
+        self.offload = choice(OffloadName, self.offload, "offload")
+        self.generation_config = choice(GenerationConfigName, self.generation_config, "generation_config")
+        self.compile = choice(CompileMode, self.compile, "compile")
+        self.backend = choice(BackendName, self.backend, "backend")
+        for name in (
+            "max_batch_size",
+            "block_size",
+            "offload_buffers",
+            "steps_per_sync",
+            "prefill_tokens",
+            "max_failures",
+            "warmup_steps",
+        ):
+            integer(getattr(self, name), 1, name)
+        for name, least in (("max_seq_len", 2), ("cache_tokens", 1)):  # of a sequence, a token that is generated too
+            if getattr(self, name) is not None:
+                integer(getattr(self, name), least, name)
+        if self.cache_tokens is not None and self.cache_tokens < self.block_size:
+            raise ConfigError(f"cache_tokens={self.cache_tokens} is less than one block of {self.block_size} tokens")
+        for size in self.buckets or ():
+            integer(size, 1, "each of buckets")
+        share = self.offload_resident
+        if isinstance(share, bool) or not isinstance(share, Real) or not 0 <= share <= 1:
+            raise ConfigError(f"offload_resident must be a number from 0 to 1, got {share!r}")
+        for name in ("offload_buffers", "offload_resident"):
+            value = getattr(self, name)
+            if self.offload is OffloadName.none and value != getattr(EngineConfig, name):
+                raise ConfigError(
+                    f"{name}={value} is for a cache in the host's memory, and offload=none keeps it on the GPU; add "
+                    "offload=layers, or leave it out"
+                )
+        if self.offload is OffloadName.layers and self.compile is not CompileMode.none:
+            raise ConfigError(
+                f"offload=layers cannot be used with compile={self.compile.value}: its steps wait for copies, which "
+                "compiled code does not shorten; use compile=none"
+            )
+
+    def bucket_sizes(self) -> list[int]:
+        """The batch sizes that may be captured, ascending, `max_batch_size` last."""
+        if self.buckets:
+            sizes = [size for size in self.buckets if size < self.max_batch_size]
+        else:
+            sizes = [size for size in (1, 2, 4) if size < self.max_batch_size]
+            sizes += range(8, self.max_batch_size, 8)
+        return sorted({*sizes, self.max_batch_size})
+
+
+def _kind(name: str, value: object, kind: type, words: str) -> None:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise RequestError(f"{name} must be {words}, got {value!r}")
+
+
+@names_settings
+@dataclass
+class Sampling:
+    """How the tokens of one request are chosen.
+
+    Attributes:
+        temperature: 0 takes the most likely token; otherwise logits are divided by it. None is that of the model's
+            generation config where that says to draw, else 0; see `EngineConfig.generation_config`.
+        top_k: keep the k most likely tokens; 0 keeps all. None is that of the generation config, else 0.
+        top_p: keep the fewest most likely tokens whose probabilities reach p; 1 keeps all. Applied after top_k. None is
+            that of the generation config, else 1.
+        seed: of this request's random numbers. They depend on the seed, the number of the sample and the position
+            alone, so the same request draws the same tokens in any batch. Where one seed is given for all prompts of
+            a call, each prompt but the first gets one made from it and from the number of the prompt. None draws one
+            for each call from torch's default CPU generator.
+        max_new_tokens: tokens to generate at most.
+        stop: what ends a sequence besides the model's own end-of-sequence token: token ids, sequences of token ids,
+            or strings (if the engine was given a codec).
+        ignore_eos: continue after the end-of-sequence token.
+        top_logprobs: tell so many of the most likely tokens at each place, with their log-probabilities; up to 20.
+        prompt_logprobs: tell the log-probabilities of the prompt's tokens too, and `top_logprobs` of each place in it.
+            Nothing of such a prompt is taken from the cache.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    max_new_tokens: int = 128
+    stop: list[Any] = field(default_factory=list)
+    ignore_eos: bool = False
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
+
+    def check(self) -> None:
+        """Raises RequestError for a setting of the wrong kind or out of range."""
+        for name in ("temperature", "top_p"):
+            if getattr(self, name) is not None:
+                _kind(name, getattr(self, name), Real, "a number")
+        for name in ("top_k", "seed"):
+            if getattr(self, name) is not None:
+                _kind(name, getattr(self, name), Integral, "an integer")
+        for name in ("max_new_tokens", "top_logprobs"):
+            _kind(name, getattr(self, name), Integral, "an integer")
+        if self.temperature is not None and not 0 <= self.temperature < float("inf"):
+            raise RequestError(f"temperature must be 0 (greedy) or above and finite, got {self.temperature}")
+        if self.top_k is not None and self.top_k < 0:
+            raise RequestError(f"top_k must be 0 (all) or above, got {self.top_k}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise RequestError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        if not 0 <= self.top_logprobs <= MOST_TOP:
+            raise RequestError(f"top_logprobs must be 0 (none) to {MOST_TOP}, got {self.top_logprobs}")
+        if self.max_new_tokens < 1:
+            raise RequestError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise RequestError(f"seed must fit into 64 bits, got {self.seed}")
+        if not isinstance(self.stop, (list, tuple)):
+            raise RequestError(f"stop must be a list, got {self.stop!r}")
+
+
+# -- the seeds of samples and prompts ----------------------------------------------------------------------------------
+
+_SAMPLE_STRIDE = 0x9E3779B97F4A7C15  # so that sample 1 of seed 0 is not sample 0 of seed 1
+_PROMPT_STRIDE = 0xBF58476D1CE4E5B9  # another one, so that sample 0 of prompt 1 is not sample 1 of prompt 0
+
+
+def _int64(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63
+
+
+def prompt_seed(seed: int, number: int) -> int:
+    """The seed of prompt `number` of a call that was given one for all. The first prompt's is the seed itself, so that
+    a prompt alone draws what it draws with a seed of its own."""
+    return _int64(seed + number * _PROMPT_STRIDE)
+
+
+def sample_seed(seed: int, number: int) -> int:
+    """The seed of sample `number` of a prompt; that of the first is the prompt's own."""
+    return _int64(seed + number * _SAMPLE_STRIDE)
+
+
+@dataclass
+class TokenEvent:
+    """One token of one sample.
+
+    Attributes:
+        request, sample: which prompt, in the order given, and which of its n samples.
+        token: its id; None only where the request failed before it had one.
+        logprob: log-probability (nats) under the model's own distribution, before temperature, top-k and top-p.
+        finish_reason: None while the sequence continues; otherwise as in `Completion`.
+        error: what went wrong where `finish_reason` is "error".
+        top_logprobs: the most likely tokens at its place, with their log-probabilities; None unless asked for.
+    """
+
+    request: int
+    sample: int
+    token: int | None
+    logprob: float
+    finish_reason: str | None = None
+    error: str | None = None
+    top_logprobs: list[tuple[int, float]] | None = None
+
+
+TopLogprobs = list[list[tuple[int, float]]]
+"""For each place, some of the most likely tokens with their log-probabilities (nats), the likeliest first."""
+
+
+@dataclass
+class Completion:
+    """One finished sample.
+
+    Attributes:
+        request, sample: which prompt, in the order given, and which of its n samples.
+        prompt: its token ids.
+        tokens: the generated ids; the one that ended it is the last.
+        logprobs: of each of them; see `TokenEvent`.
+        finish_reason: "stop" (end-of-sequence or a stop), "length", "error", or "abort" (it was ended by `abort`).
+        error: what went wrong where it is "error"; the tokens before that are good.
+        text: of the tokens after the prompt, where the engine has a codec, unless it was not asked for: that of both
+            together, without that of the prompt, and without special tokens.
+        top_logprobs: the most likely tokens at the place of each of `tokens`; None unless asked for.
+        prompt_logprobs: of each token of the prompt but the first; None unless asked for, and before the first token.
+        prompt_top_logprobs: the most likely tokens at their places; None unless asked for.
+    """
+
+    request: int
+    sample: int
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: str | None = None
+    text: str | None = None
+    top_logprobs: TopLogprobs | None = None
+    prompt_logprobs: list[float] | None = None
+    prompt_top_logprobs: TopLogprobs | None = None
+
+
+class Run(NamedTuple):
+    """What one sequence got from steps whose results were read together.
+
+    Attributes:
+        completion: that it went into.
+        tokens, logprobs: what is new; of an error, what was good.
+        ended: whether it ended with that.
+        handle: of the request; None where that gave the run.
+        top_logprobs: of `tokens`, where they are asked for.
+    """
+
+    completion: Completion
+    tokens: list[int]
+    logprobs: list[float]
+    ended: bool
+    handle: Any = None
+    top_logprobs: TopLogprobs | None = None
+
+
+def events(runs: list[Run]) -> Iterator[TokenEvent]:
+    """The tokens of runs one by one: the first of each, then the second of each, and so on."""
+    for step in range(max((len(run.tokens) for run in runs), default=-1) + 1):
+        for done, tokens, logprobs, ended, _, top in runs:
+            if step < len(tokens):
+                last = ended and step == len(tokens) - 1 and done.error is None
+                yield TokenEvent(
+                    done.request,
+                    done.sample,
+                    tokens[step],
+                    logprobs[step],
+                    done.finish_reason if last else None,
+                    top_logprobs=None if top is None else top[step],
+                )
+            elif step == len(tokens) and ended and done.error is not None:
+                yield TokenEvent(done.request, done.sample, None, float("nan"), "error", done.error)
+
+
+@dataclass
+class BucketStats:
+    """Counters of one batch size.
+
+    Attributes:
+        state: `invalid` (no graph), `capturing`, `valid` or `disabled`.
+        launches: steps that were replays.
+        captures: graphs captured; more than one where the kind of sampling or the visited context differ.
+        recaptures: captures of what had been captured before (something moved).
+        eager_steps: steps without a graph, warm-up included.
+        failures: captures and launches that failed.
+        row_steps: rows times steps.
+        padding_row_steps: those of them that made no token: padding, and rows that ended within a chunk of steps.
+    """
+
+    state: str = "invalid"
+    launches: int = 0
+    captures: int = 0
+    recaptures: int = 0
+    eager_steps: int = 0
+    failures: int = 0
+    row_steps: int = 0
+    padding_row_steps: int = 0
+
+    @property
+    def padding_waste(self) -> float:
+        """Share of the row steps that made no token."""
+        return self.padding_row_steps / self.row_steps if self.row_steps else 0.0
+
+
+@dataclass
+class DecodeStats:
+    """Counters of an engine since it was made.
+
+    Attributes:
+        state: `capturing` while it is; else `valid` with any graph, `disabled` if all that ran are, else `invalid`.
+        buckets: batch size -> its counters.
+        prefill: counters of the graphs of prefill, whose rows are tokens of prompts.
+        prompt_tokens: tokens of prompts that were prefilled.
+        prefix_tokens: tokens of prompts that were not, because they were found in the cache.
+        tokens: tokens generated.
+        waiting, running: sequences that have no token yet, and those that have a row.
+        blocks_used, blocks_total: blocks of the KV cache that sequences hold, and those that there are for them.
+        capture_seconds: host time spent capturing.
+        waited_seconds: host time spent waiting for results of steps.
+        graph_bytes: memory reserved by the graphs' pool; it stays in `suspend(keep="graphs")`.
+        cache_bytes: memory of the KV cache on the device; 0 while suspended.
+        host_cache_bytes: memory of the host that it takes beside that (`offload=layers`); it stays in
+            `suspend(keep="graphs")`.
+        resume_seconds: what the last `resume` took to take and zero the memory; 0 before the first.
+        attention_us: microseconds a layer of each attention that `attention=fastest` compared; else empty.
+    """
+
+    state: str
+    buckets: dict[int, BucketStats]
+    prefill: BucketStats
+    prompt_tokens: int
+    prefix_tokens: int
+    tokens: int
+    waiting: int
+    running: int
+    blocks_used: int
+    blocks_total: int
+    capture_seconds: float
+    waited_seconds: float
+    graph_bytes: int
+    cache_bytes: int
+    host_cache_bytes: int = 0
+    resume_seconds: float = 0.0
+    attention_us: dict[str, float] = field(default_factory=dict)
+
+    def total(self, counter: str) -> int:
+        """A counter of `BucketStats`, summed over the buckets."""
+        return sum(getattr(bucket, counter) for bucket in self.buckets.values())
