@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from graphmod.fuse.early_launch import can_start_early, early_launch
+from graphmod.fuse.kernels import can_start_early, early_launch
 
 _MOST_PARTS = 64
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)

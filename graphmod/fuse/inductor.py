@@ -16,9 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from graphmod.fuse.early_launch import every_kernel_waits_first, generated_can
-from graphmod.fuse.products import join_products, multiplies_row
-from graphmod.fuse.reductions import divide_reductions
+from graphmod.fuse.operations import divide_reductions, join_products, multiplies_row
 from graphmod.torch_private import NoAutocast, detect_fake_mode, fx_beside_others, settle_assembler
 from graphmod.wrap.extension import capture_launches, capturing
 
@@ -85,6 +83,58 @@ def compiled_code() -> contextlib.AbstractContextManager:
     from graphmod.torch_private import dynamo_config
 
     return dynamo_config.patch(recompile_limit=_MOST_COMPILED)
+
+
+# -- early launch ------------------------------------------------------------------------------------------------------
+
+_WAIT, _LAUNCH = "tl.extra.cuda.gdc_wait()", "tl.extra.cuda.gdc_launch_dependents()"
+
+
+def generated_can() -> bool:
+    """Whether kernels that inductor generates can on the current device."""
+    from graphmod.torch_private import TritonKernel, inductor_config
+
+    if not hasattr(inductor_config.triton, "enable_pdl") or not hasattr(TritonKernel, "_filter_pdl"):
+        return False
+    from graphmod.fuse.kernels import can_start_early
+
+    return can_start_early(torch.device("cuda", torch.cuda.current_device()))
+
+
+@contextlib.contextmanager
+def every_kernel_waits_first(late: bool) -> Iterator[None]:
+    """Lets each kernel that inductor generates for early launch begin with a wait.
+
+    Inductor lets a kernel read before it waits what the kernel before it did not write, and leaves the wait out where
+    it finds no need; see `kernels` why neither will do. Of several kernels in one, each has its own lines.
+
+    Args:
+        late: the next kernel may start when one has loaded all that it reads, which is inductor's own place for it.
+            Else it may at once, before the wait.
+    """
+    from graphmod.torch_private import TritonKernel
+
+    kernels: Any = TritonKernel
+    before = kernels._filter_pdl
+
+    def filtered(kernel: Any, code: Any) -> None:
+        if not kernel._enable_pdl_codegen():  # of another thread
+            return before(kernel, code)
+        if late:
+            before(kernel, code)
+            code._lines[:] = [_WAIT, *_without(code._lines, _WAIT)]
+        else:
+            code._lines[:] = [_LAUNCH, _WAIT, *_without(code._lines, _LAUNCH, _WAIT)]
+
+    kernels._filter_pdl = filtered
+    try:
+        yield
+    finally:
+        kernels._filter_pdl = before
+
+
+def _without(lines: list[Any], *calls: str) -> list[Any]:
+    return [line for line in lines if not isinstance(line, str) or line.strip() not in calls]
 
 
 # -- tuning ------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,11 @@
 """The Triton kernels of compiled steps: products of few rows, and parts of long reductions. Importing this module needs
 Triton.
+
+Kernels use programmatic dependent launch where there is such (CUDA Programming Guide, "Programmatic Dependent Launch
+and Synchronization"): a kernel may be launched before the one before it has ended, and waits for it itself. Before it
+waits, a kernel may not touch what any kernel of the step writes: not only the one before it may still run, as that may
+let the next one start before it has waited itself. Each kernel waits, so that one that has ended says the same of all
+before it. What comes before a step has ended when the step begins, since a graph waits for it.
 """
 
 import functools
@@ -11,7 +17,20 @@ from torch import Tensor
 from triton.language.extra import libdevice
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from graphmod.fuse.early_launch import can_start_early, early_launch
+# -- early launch ------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def can_start_early(device: torch.device) -> bool:
+    """Whether Triton kernels of this package can be launched early on a device."""
+    known = torch.version.hip is None and hasattr(tl.extra.cuda, "gdc_wait")
+    return known and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def early_launch(early: bool) -> dict[str, bool]:
+    """For the launch of a Triton kernel."""
+    return {"launch_pdl": True} if early else {}
+
 
 # -- what the products have in common ----------------------------------------------------------------------------------
 
@@ -138,7 +157,7 @@ def _multiply_row(
 
 
 def multiply_row(x: Tensor, weights: list[Tensor], widths: list[int], outs: list[Tensor], gated: bool) -> None:
-    """See `products.multiply`; of one row, for GPUs of compute capability 9.0 and newer."""
+    """See `operations.multiply`; of one row, for GPUs of compute capability 9.0 and newer."""
     features = x.shape[1]
     widths = [*widths[:1], 0, 0] if gated else widths
     _multiply_row[(sum(widths) // _ROW_OUT,)](
@@ -229,7 +248,7 @@ def _multiply_batch(
 def multiply_batch(
     x: Tensor, weights: list[Tensor], widths: list[int], outs: list[Tensor], parts: int, gated: bool
 ) -> None:
-    """See `products.multiply`; of up to 128 rows."""
+    """See `operations.multiply`; of up to 128 rows."""
     rows, features = max(16, triton.next_power_of_2(len(x))), x.shape[1]
     early = can_start_early(x.device)
     _multiply_batch[(sum(widths) // _OUT, parts)](
@@ -312,7 +331,7 @@ def _described(tensor: Tensor, length: int) -> TensorDescriptor:
 
 
 def multiply_bulk(x: Tensor, weights: list[Tensor], widths: list[int], outs: list[Tensor], parts: int) -> None:
-    """See `products.multiply`; of up to 128 rows, for GPUs of compute capability 9.0 and newer."""
+    """See `operations.multiply`; of up to 128 rows, for GPUs of compute capability 9.0 and newer."""
     features = x.shape[1]
     _multiply_bulk[(sum(widths) // _BULK_OUT, parts)](
         _described(x, _BULK_ROWS),
@@ -377,7 +396,7 @@ def _reduce_parts(
 
 
 def reduce_parts(x: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See `reductions.reduce_parts`; parts of any power of two from 8 on."""
+    """See `operations.reduce_parts`; parts of any power of two from 8 on."""
     rows = x.reshape(-1, x.shape[-1])
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     shape, early = (*x.shape[:-1], triton.cdiv(x.shape[-1], length)), can_start_early(x.device)

@@ -19,7 +19,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from graphmod import torch_private
 from graphmod.decode import DecodeEngine
 from graphmod.decode.step import MOST_STOPS
-from graphmod.fuse import early_launch, inductor
+from graphmod.fuse import inductor
 from graphmod.fuse.program import cut, graph_of
 
 WAIT, LAUNCH = "tl.extra.cuda.gdc_wait()", "tl.extra.cuda.gdc_launch_dependents()"
@@ -30,7 +30,7 @@ def filtered(lines, early=True, late=False):
     code.writelines(lines)
     kernel = TritonKernel.__new__(TritonKernel)
     kernel._enable_pdl_codegen = lambda: early
-    with early_launch.every_kernel_waits_first(late):
+    with inductor.every_kernel_waits_first(late):
         kernel._filter_pdl(code)
     return list(map(str, code._lines))
 
@@ -60,7 +60,7 @@ def test_kernels_that_others_compile_meanwhile_are_left_alone():
 
 def test_other_compilations_are_left_alone():
     before = TritonKernel._filter_pdl
-    with pytest.raises(ZeroDivisionError), early_launch.every_kernel_waits_first(late=False):
+    with pytest.raises(ZeroDivisionError), inductor.every_kernel_waits_first(late=False):
         raise ZeroDivisionError
     assert TritonKernel._filter_pdl is before
 
@@ -139,7 +139,7 @@ def branches_of(code):
 @pytest.mark.slow  # which compiles
 @pytest.mark.parametrize("rows", [1, 3, 100])
 def test_every_generated_kernel_waits_before_it_touches_memory(rows, monkeypatch):
-    if not early_launch.generated_can():
+    if not inductor.generated_can():
         pytest.skip("kernels cannot be launched early here")
     config = Qwen3Config(
         hidden_size=256, intermediate_size=1536, num_hidden_layers=2, num_attention_heads=32, num_key_value_heads=8,

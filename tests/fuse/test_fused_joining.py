@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from graphmod.fuse.inductor import by_inductor
-from graphmod.fuse.products import _has_kernel, join_products, multiplies_row
+from graphmod.fuse.operations import _has_kernel, join_products, multiplies_row
 from graphmod.fuse.program import cut, description, graph_of
 
 FEATURES = 128
@@ -341,7 +341,7 @@ def test_a_weight_that_another_piece_writes_is_left_to_the_compiler():
 )
 def test_other_devices_have_no_kernel(there, monkeypatch):
     there = {"triton": object(), "hip": None, "gpu": True, "capability": (9, 0)} | there
-    monkeypatch.setattr("graphmod.fuse.products.find_spec", lambda name: there[name])
+    monkeypatch.setattr("graphmod.fuse.operations.find_spec", lambda name: there[name])
     monkeypatch.setattr(torch.version, "hip", there["hip"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there["gpu"])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: there["capability"])

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from graphmod.decode import DecodeEngine
-from graphmod.fuse.products import divided_product, gated_product, products
+from graphmod.fuse.operations import divided_product, gated_product, products
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -136,7 +136,7 @@ def test_kernels_that_are_launched_early_wait_for_each_other(rows):
 @pytest.mark.gpu
 @pytest.mark.parametrize("compile_mode", ["default", "max"])
 def test_compiled_decode_steps_use_them(compile_mode, monkeypatch):
-    from graphmod.fuse import products
+    from graphmod.fuse import operations
 
     torch.manual_seed(0)
     device = "cuda"
@@ -146,13 +146,13 @@ def test_compiled_decode_steps_use_them(compile_mode, monkeypatch):
     )  # fmt: skip
     model = Qwen3ForCausalLM(config).to(device, torch.bfloat16).eval()
     calls = []
-    multiply = products.multiply
+    multiply = operations.multiply
 
     def counted(x, weights, *given, **named):
         calls.append(len(weights))
         multiply(x, weights, *given, **named)
 
-    monkeypatch.setattr(products, "multiply", counted)
+    monkeypatch.setattr(operations, "multiply", counted)
     engine = DecodeEngine(model, max_batch_size=4, max_seq_len=128, compile=compile_mode)
     prompts = prompts_of(12, 12, 5, 9)
     found = engine.generate(prompts, max_new_tokens=24)
