@@ -123,8 +123,7 @@ async def measure(shape: dict[str, Any], compile_mode: str, device: str) -> dict
 @contextlib.contextmanager
 def serving(engine: Any, max_waiting: int) -> Iterator[int]:
     """The port at which an engine is served meanwhile, as `graphmod serve` does it."""
-    from graphmod.serve.host import Host
-    from graphmod.serve.process import FrontProcess, bound
+    from graphmod.serve.engine_side import FrontProcess, Host, bound
     from graphmod.serve.settings import ServeSettings
 
     with tempfile.TemporaryDirectory() as folder:

@@ -28,8 +28,7 @@ from graphmod.decode.scheduler import kind_of_row
 from graphmod.decode.step import FILTERED, GREEDY, PLAIN
 from graphmod.decode.types import Completion, RequestError
 from graphmod.errors import ConfigError, reason
-from graphmod.serve.host import FrontLost, Host
-from graphmod.serve.process import FrontProcess
+from graphmod.serve.engine_side import FrontLost, FrontProcess, Host
 from graphmod.text import Codec, TextStream, TokenizerCodec, codec_for
 from graphmod.trace.garbage import frozen_heap
 from graphmod.train.device import pick_device

@@ -12,10 +12,10 @@ from graphmod.cli.app import App, CommandCallback
 from graphmod.cli.settings import ServeConfig, model_folder, require_positions
 from graphmod.cli.start import loading, require_one_process
 from graphmod.errors import ConfigError
-from graphmod.serve.process import FrontProcess, bound, url
+from graphmod.serve.engine_side import FrontProcess, bound, url
 from graphmod.text import tokenizer_folder
 
-_EXTRA = ("fastapi", "uvicorn", "httptools", "prometheus_client")  # the first brings starlette and pydantic
+_EXTRA = ("starlette", "pydantic", "uvicorn", "httptools", "prometheus_client")
 
 
 class ServeCallback(CommandCallback):

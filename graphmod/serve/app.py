@@ -1,32 +1,491 @@
-"""The paths of the server, and what answers each."""
+"""The paths of the server, and from an HTTP request to its answer, whole or streamed; a client that goes away ends what
+it asked for."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import hmac
+import json
 import logging
-from collections.abc import Callable
+import re
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
-from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse
+from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
 
-from graphmod.serve.answers import Exchange, require_key, require_model
-from graphmod.serve.errors import ApiError
-from graphmod.serve.forms import ChatForm, CompletionForm
-from graphmod.serve.service import Service
+from graphmod.decode.streams import Handle
+from graphmod.decode.types import Completion, DecodeError, Run
+from graphmod.serve.api import (
+    Answer,
+    ApiError,
+    Asked,
+    ChatForm,
+    CompletionForm,
+    Form,
+    Piece,
+    Scored,
+    Scorer,
+    asked_of,
+    refused,
+    usage,
+    wrong_field,
+)
+from graphmod.serve.schema import ChatRequest, CompletionRequest
+from graphmod.serve.service import EngineRequest, Refused, Service
+from graphmod.text import Codec
 
 log = logging.getLogger("graphmod")
+
+
+_AHEAD = 4  # runs of other prompts that are read before they can be sent; the rest waits with its completion
+
+
+class Gone(Exception):
+    """The client has gone away."""
+
+
+class Part(NamedTuple):
+    """What came of one completion.
+
+    Attributes:
+        index: of the completion in the request.
+        piece: of its text; the first one of a request with `echo` begins with the prompt.
+        tokens: ids behind it, with those whose text is still kept back.
+        finish_reason: None while it continues.
+        first: whether it is the first of that completion.
+    """
+
+    index: int
+    piece: Piece
+    tokens: list[int]
+    finish_reason: str | None
+    first: bool
+
+
+class Work:
+    """A request in the engine.
+
+    Args:
+        service: that it is for.
+        codec: of the model's tokens.
+        body: of the request.
+
+    Attributes:
+        asked: what it asks for.
+        prompt_tokens, tokens: how many there are so far.
+    """
+
+    def __init__(self, service: Service, codec: Codec, body: ChatRequest | CompletionRequest) -> None:
+        self._service, self._codec, self._body = service, codec, body
+        self._began = time.perf_counter()
+        self._request: EngineRequest | None = None
+        self._answers: list[Answer] = []
+        self._echoed: dict[int, int] = {}  # completions that have begun -> characters of their prompts
+        self._latest: dict[int, float] = {}
+        self.asked: Asked
+        self.prompt_tokens = self.tokens = 0
+
+    async def submit(self, unless_gone: Callable[[asyncio.Future], Awaitable[Asked]]) -> None:
+        """Asks the engine for it. Raises ApiError.
+
+        Args:
+            unless_gone: waits for something for as long as there is somebody who wants it.
+        """
+        service = self._service
+        with self._api_errors():
+            read = partial(asked_of, self._body, self._codec, service.settings.default_max_tokens)
+            # Texts become tokens in a thread, since that may take a while; to read token ids takes less than to go
+            # there. Begun at once, and not by a task, which would come after the reading of other requests.
+            asked = await unless_gone(asyncio.wrap_future(service.aside(read))) if self._body.has_text else read()
+            self.asked = asked
+            self._request = service.engine.submit(asked.prompts, asked.n, asked.sampling)
+            self.prompt_tokens = sum(map(len, asked.prompts))
+            self._scorer = Scorer(self._codec) if asked.score or asked.echo else None
+            scorer = self._scorer if asked.score else None
+            for ids in asked.prompts:
+                self._answers += [Answer(self._codec, ids, asked.stops, scorer) for _ in range(asked.n)]
+
+    async def taken(self) -> None:
+        """Returns once the engine has taken it, which it does between two steps. Raises ApiError."""
+        assert self._request is not None
+        with self._api_errors():
+            await asyncio.wrap_future(self._request.taken)
+
+    @contextlib.contextmanager
+    def _api_errors(self) -> Iterator[None]:
+        """Errors within it are what a client is told."""
+        try:
+            yield
+        except (ApiError, Gone):
+            raise
+        except Refused as error:
+            said = _reworded(str(error), self.asked, error.prompt)
+            raise refused(said, self.asked.field) from None
+        except Exception as error:
+            raise self._service.failed(error) from error
+
+    def close(self) -> None:
+        """Aborts what still runs of it."""
+        if self._request is not None:
+            self._service.engine.abort(self._request)
+
+    async def parts(self) -> AsyncGenerator[Part]:
+        """What comes of it, as it comes. Raises ApiError where a completion fails."""
+        with self._api_errors():
+            async with contextlib.aclosing(self._runs()) as runs:
+                async for number, run in runs:
+                    yield self._part(number * self.asked.n + run.completion.sample, run)
+
+    def _part(self, index: int, run: Run) -> Part:
+        answer, done, asked = self._answers[index], run.completion, self.asked
+        self._time(index, len(run.tokens))
+        tokens = list(run.tokens) if asked.most else []
+        self.tokens += len(tokens)
+        piece = answer.add(run.tokens, run.logprobs, run.top_logprobs)
+        if run.ended:
+            if done.finish_reason == "abort":
+                raise ApiError(503, "the server is shutting down", code="shutting_down")
+            if done.finish_reason == "error":
+                raise ApiError(500, done.error or "the completion failed", code="completion_error")
+            last = answer.end(done)
+            piece = Piece(piece.text + last.text, piece.scored + last.scored)
+        reason = done.finish_reason if run.ended else None
+        if not asked.most:  # the engine makes one token at least
+            piece, reason = Piece("", []), reason and "length"
+        first = index not in self._echoed
+        if first:
+            self._echoed[index] = 0
+        if asked.echo:
+            piece = self._with_prompt(index, piece, done, first)
+        return Part(index, piece, tokens, reason, first)
+
+    def _with_prompt(self, index: int, piece: Piece, done: Completion, first: bool) -> Piece:
+        """A piece as part of a text that begins with the prompt."""
+        asked, before = self.asked, Piece("", [])
+        if first:
+            number = index // asked.n
+            given = asked.texts[number] if asked.texts else None
+            assert self._scorer is not None
+            before = self._scorer.prompt(
+                asked.prompts[number], given, done.prompt_logprobs or [], done.prompt_top_logprobs or []
+            )
+            self._echoed[index] = len(before.text)
+        shift = self._echoed[index]
+        moved = [one._replace(offset=one.offset + shift) for one in piece.scored]
+        return Piece(before.text + piece.text, (before.scored if asked.score else []) + moved)
+
+    def _time(self, index: int, tokens: int) -> None:
+        if not tokens:
+            return
+        now, metrics = time.perf_counter(), self._service.metrics
+        if not self._latest:
+            metrics.first_token.observe(now - self._began)
+        if index in self._latest:  # tokens come a few at a time, and each is taken to have needed the same
+            for _ in range(tokens):
+                metrics.between_tokens.observe((now - self._latest[index]) / tokens)
+        self._latest[index] = now
+
+    async def _runs(self) -> AsyncGenerator[tuple[int, Run]]:
+        """The runs of all prompts, each with the number of its prompt."""
+        assert self._request is not None
+        handles = self._request.handles
+        if len(handles) == 1:
+            async for run in handles[0].runs():
+                yield 0, run
+            return
+        queue: asyncio.Queue[tuple[int, Run] | Exception | None] = asyncio.Queue(_AHEAD)
+
+        async def pass_on(number: int, handle: Handle) -> None:
+            try:
+                async for run in handle.runs():
+                    await queue.put((number, run))
+            except Exception as error:
+                await queue.put(error)
+            await queue.put(None)
+
+        readers = [asyncio.create_task(pass_on(number, handle)) for number, handle in enumerate(handles)]
+        try:
+            left = len(readers)
+            while left:
+                found = await queue.get()
+                if isinstance(found, Exception):
+                    raise found
+                if found is None:
+                    left -= 1
+                else:
+                    yield found
+        finally:
+            for reader in readers:
+                reader.cancel()
+
+
+def _reworded(said: str, asked: Asked, number: int) -> str:
+    """A refusal of the engine in the words of requests."""
+    said = said.replace("max_new_tokens", "max_tokens")
+    if asked.field == "messages":
+        return said.replace("prompt 0", "prompt made of the messages", 1)
+    return said.replace("prompt 0", f"prompt {number}", 1)
+
+
+PATIENCE = 120  # seconds that a client may read nothing of a stream
+_SECONDS = 60  # for a body to arrive
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+R = TypeVar("R", bound=BaseModel)
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _unless_gone(receive: Receive, work: Awaitable[Any]) -> Any:
+    """What `work` returns. Raises Gone as soon as the client goes away, and ends `work`."""
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Gone
+        return working.result()
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def _bytes(request: Request, most: int) -> bytes:
+    found = bytearray()
+    too_large = ApiError(413, f"the body is larger than {most:,} bytes", code="body_too_large")
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > most:
+        raise too_large
+    try:
+        async with asyncio.timeout(_SECONDS):
+            async for part in request.stream():
+                found += part
+                if len(found) > most:
+                    raise too_large
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {_SECONDS} seconds") from None
+    except ClientDisconnect:
+        raise ApiError(400, "the body ended early") from None
+    return bytes(found)
+
+
+def _constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+async def _read(request: Request, kind: type[R], most: int) -> R:
+    """The request in a body of at most `most` bytes. Raises ApiError."""
+    try:
+        raw = await _bytes(request, most)
+        given = json.loads(raw.decode("utf-8-sig"), parse_constant=_constant)
+        if _SURROGATE.search(raw):
+            json.dumps(given, ensure_ascii=False).encode()  # raises for half of a pair, which no tokenizer takes
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply") from None
+    except UnicodeEncodeError:
+        raise ApiError(400, "a text in the body has half of a surrogate pair (\\ud800 to \\udfff)") from None
+    except ValueError as error:
+        digits = "digits" in str(error)  # Python reads no more than some thousand
+        raise ApiError(400, "a number has too many digits" if digits else f"the body is not JSON: {error}") from None
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise wrong_field(error) from None
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply") from None
+
+
+def require_key(service: Service, request: Request) -> None:
+    """Raises ApiError where the request lacks the key that the server asks for."""
+    key = service.settings.api_key
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    if key is None or (scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), key.encode())):
+        return
+    raise ApiError(401, "the API key is missing or wrong; send it as Authorization: Bearer KEY", code="invalid_api_key")
+
+
+def require_model(service: Service, name: str | None) -> None:
+    """Raises ApiError where it is not the name of the model that is served."""
+    if name is not None and name != service.name:
+        raise ApiError(404, f"there is no model {name!r}; this server has {service.name!r}", "model", "model_not_found")
+
+
+class Exchange:
+    """One request and its answer.
+
+    Args:
+        service: that answers.
+        form: of the request.
+        request: of HTTP.
+    """
+
+    def __init__(self, service: Service, form: Form, request: Request) -> None:
+        self._service, self._form, self._request = service, form, request
+        self._began = time.perf_counter()
+        self._let_in = contextlib.ExitStack()
+        self._work: Work | None = None
+        self._ended = False
+
+    async def answer(self) -> Response:
+        """The answer; of a stream, what sends it."""
+        try:
+            return await self._answer()
+        except ApiError as error:
+            self.end(error.outcome)
+            return error.response()
+        except Gone:
+            self.end("gone")
+            return Response(status_code=499)  # which nobody gets
+        except asyncio.CancelledError:
+            if self._service.trouble is None:
+                self.end("error")
+                raise
+            failed = self._service.failed(DecodeError("it was cut off"))
+            self.end(failed.outcome)
+            return failed.response()
+        except BaseException:
+            self.end("error")
+            raise
+
+    async def _answer(self) -> Response:
+        service, form = self._service, self._form
+        require_key(service, self._request)
+        service.require_ready()
+        body = await _read(self._request, form.request, service.settings.max_body_bytes)
+        require_model(service, body.model)
+        codec = service.require_ready()
+        self._let_in.enter_context(service.admission.let_in(body.samples))
+        self._work = work = Work(service, codec, body)
+        await work.submit(partial(_unless_gone, self._request.receive))
+        if body.stream:
+            await _unless_gone(self._request.receive, work.taken())
+            return EventStream(self, self._events(work))
+        whole = await _unless_gone(self._request.receive, self._whole(work))
+        self.end("ok")
+        return Response(json.dumps(whole), media_type="application/json")
+
+    def end(self, outcome: str) -> None:
+        """Books what became of the request, and ends what still runs of it."""
+        if self._ended:
+            return
+        self._ended = True
+        if self._work is not None:
+            self._work.close()
+        self._let_in.close()
+        metrics = self._service.metrics
+        metrics.requests.labels(self._form.endpoint, outcome).inc()
+        if outcome == "ok":
+            metrics.request_seconds.observe(time.perf_counter() - self._began)
+
+    async def _whole(self, work: Work) -> dict[str, Any]:
+        form, asked = self._form, work.asked
+        await work.taken()
+        texts: list[list[str]] = [[] for _ in range(asked.samples)]
+        scored: list[list[Scored]] = [[] for _ in texts]
+        tokens: list[list[int]] = [[] for _ in texts]
+        reasons: list[str | None] = [None for _ in texts]
+        async with contextlib.aclosing(work.parts()) as parts:
+            async for part in parts:
+                texts[part.index].append(part.piece.text)
+                scored[part.index] += part.piece.scored
+                tokens[part.index] += part.tokens
+                reasons[part.index] = part.finish_reason
+        choices = []
+        for index, text in enumerate(texts):
+            made = form.whole(Piece("".join(text), scored[index]), asked)
+            ids = form.ids(asked, index, tokens[index], first=True)
+            choices.append({"index": index, **made, "finish_reason": reasons[index], **ids})
+        head = form.head(self._service.name, streamed=False) | form.head_ids(asked)
+        return {**head, "choices": choices, "usage": usage(work.prompt_tokens, work.tokens)}
+
+    async def _events(self, work: Work) -> AsyncGenerator[dict[str, Any]]:
+        form, asked = self._form, work.asked
+        head = form.head(self._service.name, streamed=True)
+
+        def event(choices: list[dict[str, Any]], counts: bool = asked.usage_each) -> dict[str, Any]:
+            told = usage(work.prompt_tokens, work.tokens) if counts else None
+            return {**head, "choices": choices} | ({"usage": told} if asked.usage or counts else {})
+
+        if (first := form.first()) is not None:
+            for index in range(asked.samples):
+                yield event([{"index": index, **first, "finish_reason": None}]) | form.head_ids(asked)
+        async with contextlib.aclosing(work.parts()) as parts:
+            async for part in parts:
+                if part.piece.text or part.piece.scored or part.finish_reason or asked.token_ids:
+                    yield event([self._choice(part, asked)])
+        if asked.usage:
+            yield event([], counts=True)
+
+    def _choice(self, part: Part, asked: Asked) -> dict[str, Any]:
+        made = self._form.chunk(part.piece, asked)
+        ids = self._form.ids(asked, part.index, part.tokens, part.first)
+        return {"index": part.index, **made, "finish_reason": part.finish_reason, **ids}
+
+
+class EventStream(Response):
+    """Sends an answer in pieces, as server-sent events. A client that reads slowly makes `send` wait, and so the next
+    piece: tokens then stay with their completions.
+
+    Args:
+        exchange: that it belongs to.
+        events: the pieces.
+    """
+
+    def __init__(self, exchange: Exchange, events: AsyncGenerator[dict[str, Any]]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._exchange, self._events = exchange, events
+        del self.headers["content-length"]
+        self.headers["content-type"] = "text/event-stream; charset=utf-8"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        outcome = "gone"
+        try:
+            outcome = await _unless_gone(receive, self._send(send))
+        except (Gone, OSError):  # TimeoutError is one of these
+            pass
+        finally:
+            self._exchange.end(outcome)
+
+    async def _send(self, send: Send) -> str:
+        """Sends it all; returns the word for it in the metrics."""
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        outcome = "ok"
+
+        async def write(text: str, more: bool = True) -> None:
+            async with asyncio.timeout(PATIENCE):  # else who never reads keeps a place in the queue
+                await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": more})
+
+        try:
+            async with contextlib.aclosing(self._events) as events:
+                async for event in events:
+                    # Escaped: some clients take other characters than \n for the end of a line.
+                    await write(json.dumps(event, separators=(",", ":")))
+        except ApiError as error:
+            outcome = error.outcome
+            await write(json.dumps(error.body))
+        await write("[DONE]", more=False)
+        return outcome
+
 
 PAGE = Path(__file__).parent / "page.html"
 
 
-def make_app(service: Service, alive: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
+def make_app(service: Service, alive: Callable[[Starlette], AbstractAsyncContextManager[None]]) -> Starlette:
     """The application that answers for `service`, within the context `alive` in a server."""
     chat, completions = ChatForm(), CompletionForm()
     page = PAGE.read_text(encoding="utf-8")
@@ -79,7 +538,6 @@ def make_app(service: Service, alive: Callable[[FastAPI], AbstractAsyncContextMa
             500, f"the server has failed: {type(error).__name__}: {error}", code="internal_error"
         ).response()
 
-    # Starlette's routes: those of FastAPI look for what a function depends on, in a fifth of the time of a request.
     routes: list[BaseRoute] = [
         Route("/v1/chat/completions", post_chat, methods=["POST"]),
         Route("/v1/completions", post_completion, methods=["POST"]),
@@ -90,9 +548,7 @@ def make_app(service: Service, alive: Callable[[FastAPI], AbstractAsyncContextMa
         Route("/", get_page),
     ]
     handlers: dict[Any, Any] = {ApiError: on_api_error, HTTPException: on_http_error, Exception: on_error}
-    # Without FastAPI's own pages, which load scripts from elsewhere.
-    hidden = {"docs_url": None, "redoc_url": None, "openapi_url": None}
-    app = FastAPI(routes=routes, exception_handlers=handlers, lifespan=alive, **hidden)
+    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=alive)
     if origins := service.settings.cors_origins:
         app.add_middleware(
             _Cors,

@@ -11,12 +11,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from graphmod.serve.app import make_app
-from graphmod.serve.remote import Remote
-from graphmod.serve.service import Service
+from graphmod.serve.service import Remote, Service
 from graphmod.serve.settings import ServeSettings
 from graphmod.text import Codec
 
@@ -73,7 +72,7 @@ class HttpServer:
         listening: the socket, which it closes in the end.
     """
 
-    def __init__(self, app: FastAPI, listening: socket.socket) -> None:
+    def __init__(self, app: Starlette, listening: socket.socket) -> None:
         config = uvicorn.Config(
             app,
             http=BoundedProtocol,
@@ -137,8 +136,8 @@ class Front:
         self._tasks: list[asyncio.Task[None]] = []
 
     @asynccontextmanager
-    async def _alive(self, _: FastAPI) -> AsyncIterator[None]:
-        self.engine.open(*self._lines)
+    async def _alive(self, _: Starlette) -> AsyncIterator[None]:
+        await self.engine.open(*self._lines)
         self._do(self._begin())
         try:
             yield

@@ -345,6 +345,14 @@ class ChatRequest(_Request):
         None, ge=0, le=MOST_TOP, description="with `logprobs`: and of so many most likely ones, at most 20"
     )
 
+    has_text: ClassVar[bool] = True
+    """Whether there is something to tokenize."""
+
+    @property
+    def samples(self) -> int:
+        """How many completions it asks for."""
+        return self.n or 1
+
     @model_validator(mode="after")
     def _with_logprobs(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
@@ -388,6 +396,16 @@ class CompletionRequest(_Request):
     )
     echo: bool | None = Field(None, description="begin the text with the prompt")
     best_of: int | None = Field(None, description="as many as `n` alone")
+
+    @property
+    def samples(self) -> int:
+        """How many completions it asks for."""
+        return len(self.prompt) * (self.n or 1)
+
+    @property
+    def has_text(self) -> bool:
+        """Whether there is something to tokenize: prompts are of one kind."""
+        return isinstance(self.prompt[0], str)
 
     @model_validator(mode="after")
     def _all_of_them(self) -> CompletionRequest:

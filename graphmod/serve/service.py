@@ -1,24 +1,293 @@
-"""What a server serves: an engine, once it is there, and whether requests are taken now."""
+"""What a server serves: the engine as the front sees it, in whose process there is none; whether requests are taken
+now; and what Prometheus is told."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import dataclasses
+import itertools
 import logging
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
-from graphmod.decode.types import DecodeError
-from graphmod.serve.errors import ApiError
-from graphmod.serve.metrics import Metrics
-from graphmod.serve.remote import Remote
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from graphmod.decode.streams import Handle, tell
+from graphmod.decode.types import Completion, DecodeError, Run, Sampling
+from graphmod.serve.api import ApiError
 from graphmod.serve.settings import ServeSettings
+from graphmod.serve.wire import Wire
 from graphmod.text import Codec, TokenizerCodec
 from graphmod.words import counted
 
 log = logging.getLogger("graphmod")
+
+
+_SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+_LONG = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
+
+
+class _Engine:
+    """The counters of an engine, as a collector.
+
+    Attributes:
+        counters: as `Host` tells them; None while there is no engine.
+    """
+
+    counters: dict[str, float] | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        if (found := self.counters) is None:
+            return
+        tokens = CounterMetricFamily("graphmod_tokens", "Tokens, by kind", labels=["kind"])
+        tokens.add_metric(["prompt"], found["prompt_tokens"])
+        tokens.add_metric(["generated"], found["tokens"])
+        yield tokens
+        for name, counter, words in (
+            ("graphmod_replays", "replays", "Decode steps that were replays of a graph"),
+            ("graphmod_eager_steps", "eager_steps", "Decode steps without a graph"),
+            ("graphmod_row_steps", "row_steps", "Rows of batches times decode steps"),
+            ("graphmod_padding_row_steps", "padding_row_steps", "Those of them that made no token"),
+        ):
+            yield CounterMetricFamily(name, words, value=found[counter])
+        for counter, words in (
+            ("waiting", "Samples that wait for a row"),
+            ("running", "Samples in the batch"),
+            ("blocks_used", "Blocks of the key-value cache in use"),
+            ("blocks_total", "Blocks of the key-value cache"),
+        ):
+            yield GaugeMetricFamily(f"graphmod_{counter}", words, value=found[counter])
+        yield CounterMetricFamily(
+            "graphmod_prefix_tokens", "Tokens of prompts found in the cache", value=found["prefix_tokens"]
+        )
+
+
+class Metrics:
+    """The metrics of one server, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self.requests = Counter(
+            "graphmod_requests", "Requests, by what became of them", ["endpoint", "outcome"], registry=self._registry
+        )
+        self.first_token = Histogram(
+            "graphmod_time_to_first_token_seconds",
+            "From a request to its first token",
+            buckets=_LONG,
+            registry=self._registry,
+        )
+        self.between_tokens = Histogram(
+            "graphmod_time_between_tokens_seconds",
+            "Between tokens of one completion",
+            buckets=_SHORT,
+            registry=self._registry,
+        )
+        self.request_seconds = Histogram(
+            "graphmod_request_seconds",
+            "From a request to the end of its answer",
+            buckets=_LONG,
+            registry=self._registry,
+        )
+        self._engine = _Engine()
+        self._registry.register(self._engine)
+
+    def text(self, counters: dict[str, float] | None) -> bytes:
+        """All of them, in the text format of Prometheus.
+
+        Args:
+            counters: of the engine; None while there is none.
+        """
+        self._engine.counters = counters
+        return generate_latest(self._registry)
+
+
+_COUNTERS_SECONDS = 5.0  # for the counters to come, before the metrics are told without them
+
+
+class Refused(Exception):
+    """What an engine does not take: the number of the prompt, and why."""
+
+    def __init__(self, prompt: int, said: str) -> None:
+        super().__init__(said)
+        self.prompt = prompt
+
+
+@dataclasses.dataclass
+class EngineRequest:
+    """A request that the engine was asked for.
+
+    Attributes:
+        number: of the request.
+        handles: one for each prompt.
+        taken: done once the engine has taken it; has `Refused` where it does not, and a DecodeError where it cannot.
+    """
+
+    number: int
+    handles: list[Handle]
+    taken: Future[None]
+
+    @property
+    def done(self) -> bool:
+        """Whether all of it has ended."""
+        return all(handle.done for handle in self.handles)
+
+    def fail(self, error: Exception) -> None:
+        """Ends what has not ended of it."""
+        for handle in self.handles:
+            handle.fail(error)
+        self.settle(error)
+
+    def settle(self, error: Exception | None = None) -> None:
+        """The engine has answered."""
+        if not self.taken.done():
+            if error is None:
+                self.taken.set_result(None)
+            else:
+                self.taken.set_exception(error)
+
+
+class Remote:
+    """An engine in another process.
+
+    Args:
+        lost: called once it is gone.
+        told: called with what the main thread there says.
+
+    Attributes:
+        error: of the engine, the last one.
+        rows: sequences that it runs at the same time.
+        max_seq_len: tokens of a sequence.
+    """
+
+    def __init__(self, lost: Callable[[], None], told: Callable[..., None]) -> None:
+        self.error: str | None = None
+        self.rows = self.max_seq_len = 0
+        self._lost, self._told = lost, told
+        self._ended = False
+        self._requests: dict[int, EngineRequest] = {}
+        self._numbers = itertools.count()
+        self._asked: deque[Future[dict[str, float] | None]] = deque()
+        self._work = Wire(self._heard_of_work, self._gone)
+        self._control = Wire(self._heard_of_control, self._gone)
+
+    async def open(self, work: socket.socket, control: socket.socket) -> None:
+        """Connects.
+
+        Args:
+            work: to the thread that steps the engine.
+            control: to the main thread there.
+        """
+        await self._work.open(work)
+        await self._control.open(control)
+
+    def close(self) -> None:
+        """Neither asks for anything nor hears any more."""
+        self._work.close()
+        self._control.close()
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def submit(self, prompts: list[list[int]], n: int, sampling: list[Sampling]) -> EngineRequest:
+        """Asks for `n` samples of each prompt. Does not wait for an answer."""
+        each = ([Completion(number, sample, ids) for sample in range(n)] for number, ids in enumerate(prompts))
+        handles = [Handle([SimpleNamespace(completion=one) for one in completions]) for completions in each]
+        request = EngineRequest(next(self._numbers), handles, Future())
+        if self._ended:
+            request.fail(DecodeError(self.error))
+        else:
+            self._requests[request.number] = request
+            self._work.send(("ask", request.number, prompts, n, [vars(own) for own in sampling]))
+        return request
+
+    def abort(self, request: EngineRequest) -> None:
+        """Ends a request, unless it has ended."""
+        if self._requests.pop(request.number, None) is not None:
+            self._work.send(("abort", request.number))
+
+    def tell_control(self, *message: Any) -> None:
+        """Says something to the main thread there."""
+        self._control.send(message)
+
+    async def counters(self) -> dict[str, float] | None:
+        """The counters of the engine for the metrics; None where they do not come."""
+        if not self.rows:
+            return None
+        asked: Future[dict[str, float] | None] = Future()
+        self._asked.append(asked)
+        self.tell_control("counters")
+        with contextlib.suppress(TimeoutError):
+            return await asyncio.wait_for(asyncio.wrap_future(asked), _COUNTERS_SECONDS)
+        return None
+
+    # -- what comes from the engine's process --------------------------------------------------------------------------
+
+    def _heard_of_work(self, news: list[tuple[Any, ...]]) -> None:
+        for kind, *given in news:
+            getattr(self, f"_on_{kind}")(*given)
+
+    def _on_runs(self, runs: list[tuple[Any, ...]]) -> None:
+        touched: dict[int, Handle] = {}
+        for number, index, (tokens, logprobs, top, of_prompt), reason, error in runs:
+            if (request := self._requests.get(number)) is None:
+                continue
+            prompt, sample = divmod(index, len(request.handles[0].completions))
+            handle = request.handles[prompt]
+            done = handle.completions[sample]
+            done.tokens += tokens
+            done.logprobs += logprobs
+            if top is not None:
+                done.top_logprobs = (done.top_logprobs or []) + top
+            if of_prompt is not None:
+                done.prompt_logprobs, done.prompt_top_logprobs = of_prompt
+            if reason is not None:
+                done.finish_reason, done.error = reason, error
+            handle.take(Run(done, tokens, logprobs, reason is not None, handle, top))
+            touched[id(handle)] = handle
+            if reason is not None and request.done:
+                del self._requests[number]
+        tell(touched.values())
+
+    def _on_taken(self, number: int) -> None:
+        if (request := self._requests.get(number)) is not None:
+            request.settle()
+
+    def _on_refused(self, number: int, prompt: int, said: str) -> None:
+        self._end(number, Refused(prompt, said))
+
+    def _on_lost(self, number: int, said: str) -> None:
+        self._end(number, DecodeError(said))
+
+    def _on_failed(self, said: str) -> None:
+        self.error = said
+
+    def _end(self, number: int, error: Exception) -> None:
+        if (request := self._requests.pop(number, None)) is not None:
+            request.fail(error)
+
+    def _heard_of_control(self, message: tuple[Any, ...]) -> None:
+        kind, *given = message
+        if kind == "counters":
+            asked = self._asked.popleft()
+            if not asked.done():
+                asked.set_result(*given)
+        else:
+            self._told(kind, *given)
+
+    def _gone(self) -> None:
+        self._ended, self.error = True, self.error or "its process has ended"
+        for number in [*self._requests]:
+            self._end(number, DecodeError(self.error))
+        self._lost()
+
+
 T = TypeVar("T")
 
 

@@ -14,9 +14,8 @@ from made_tokenizers import CHAT_TEMPLATE, llama_like
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from graphmod.decode import DecodeEngine
+from graphmod.serve.engine_side import FrontProcess, Host, bound, url
 from graphmod.serve.front import Front
-from graphmod.serve.host import Host
-from graphmod.serve.process import FrontProcess, bound, url
 from graphmod.serve.settings import ServeSettings
 from graphmod.text import TokenizerCodec
 

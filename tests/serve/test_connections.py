@@ -16,7 +16,7 @@ import pytest
 from served import Served, alone, chat_model, tokenizer
 
 from graphmod.decode import DecodeEngine, Sampling
-from graphmod.serve import answers
+from graphmod.serve import app as app_module
 
 LONG = {"prompt": [5, 6, 7], "max_tokens": 300, "temperature": 0, "ignore_eos": True}
 
@@ -172,7 +172,7 @@ def given(body):
 
 
 def test_who_never_reads_is_given_up(served, monkeypatch):
-    monkeypatch.setattr(answers, "PATIENCE", 0.3)
+    monkeypatch.setattr(app_module, "PATIENCE", 0.3)
     sent = []
 
     async def send(message):

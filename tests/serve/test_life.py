@@ -21,7 +21,7 @@ from graphmod.cli import decode as run
 from graphmod.cli.serve import SERVE, main
 from graphmod.decode.types import EngineConfig
 from graphmod.errors import ConfigError
-from graphmod.serve.process import FrontProcess
+from graphmod.serve.engine_side import FrontProcess
 
 LONG = {"prompt": "a", "max_tokens": 480, "temperature": 0, "ignore_eos": True}
 

@@ -13,7 +13,7 @@ import pytest
 from served import Apart, alone, chat_model, tokenizer
 
 from graphmod.decode import Sampling
-from graphmod.serve.host import FrontLost
+from graphmod.serve.engine_side import FrontLost
 
 LONG = {"prompt": [5, 6, 7], "max_tokens": 300, "temperature": 0, "ignore_eos": True}
 

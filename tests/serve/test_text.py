@@ -6,7 +6,7 @@ import pytest
 from made_tokenizers import KINDS, metaspace
 
 from graphmod.decode.types import Completion
-from graphmod.serve.text import Answer, Scorer, StopCut
+from graphmod.serve.api import Answer, Scorer, StopCut
 from graphmod.text import ByteCodec, TokenizerCodec, completion_text
 
 

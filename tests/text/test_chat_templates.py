@@ -8,10 +8,9 @@ from made_tokenizers import llama_like
 
 from graphmod.text import ChatError, TokenizerCodec
 
-pytest.importorskip("fastapi")
+pytest.importorskip("starlette")
 
-from graphmod.serve.asked import of_chat
-from graphmod.serve.errors import ApiError
+from graphmod.serve.api import ApiError, asked_of
 from graphmod.serve.schema import ChatRequest
 
 ASK = "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
@@ -186,7 +185,7 @@ def test_a_prompt_is_what_the_template_writes_or_an_error_that_names_what_it_lea
         given = read_as(messages, forms)
         expected = written_by(codec.tokenizer, given)
         try:
-            (got,) = of_chat(ChatRequest.model_validate({"messages": messages}), codec, 8).prompts
+            (got,) = asked_of(ChatRequest.model_validate({"messages": messages}), codec, 8).prompts
         except ApiError as error:
             refused += 1
             assert error.status == 400 and error.param.startswith("messages")

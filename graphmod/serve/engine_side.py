@@ -1,0 +1,355 @@
+"""The process of the engine in a server: the front in a process of its own, for one process has one Python: while HTTP
+has it, the engine cannot launch; the thread that steps the engine, and between two steps takes in all that was asked
+for meanwhile; and the address that the server listens on.
+
+No PyTorch and no web library, so that a wrong address is told, and the front starts, before either is loaded, and says
+that the model is. What a step finds goes to the front in one message, because the GPU waits for whatever the thread
+does besides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graphmod.decode.streams import Handle
+from graphmod.decode.types import DecodeStats, RequestError, Run, Sampling
+from graphmod.errors import ConfigError, GraphmodError
+from graphmod.serve.settings import ServeSettings
+from graphmod.serve.wire import Line
+
+if TYPE_CHECKING:
+    from graphmod.decode.engine import DecodeEngine
+
+log = logging.getLogger("graphmod")
+
+
+_TO_END = 5.0  # seconds for a front to send what is left and end
+_ANOTHER_PORT = (errno.EADDRINUSE, errno.EACCES)
+_WAYS_OUT = {
+    True: "give another port, or serve.port=0 for any free one",
+    False: "give an address or a name of this machine, such as 127.0.0.1, or 0.0.0.0 for all of its addresses",
+}
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket that listens there. Raises ConfigError."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except socket.gaierror as error:
+        raise _refused(host, port, str(error.strerror), False) from error
+    except UnicodeError as error:  # a label of the name is too long, or empty
+        raise _refused(host, port, "it is no name of a machine", False) from error
+    except OSError as error:
+        why = os.strerror(error.errno) if error.errno else str(error)
+        raise _refused(host, port, why, error.errno in _ANOTHER_PORT) from error
+
+
+def url(listening: socket.socket) -> str:
+    """Where a server on this socket is reached."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _refused(host: str, port: int, why: str, port_is_wrong: bool) -> ConfigError:
+    return ConfigError(f"serve.host={host} serve.port={port} cannot be listened on: {why}; {_WAYS_OUT[port_is_wrong]}")
+
+
+class FrontProcess:
+    """The front of a server as a process; as a context, it has ended afterwards.
+
+    Args:
+        settings: of the server.
+        name: of the model.
+        folder: with the model.
+        tokenizer: folder of another tokenizer, or `bytes`; None for that in `folder`.
+        listening: the socket to answer on, which this process closes.
+
+    Attributes:
+        work, control: to it, for a `Host`.
+    """
+
+    def __init__(
+        self, settings: ServeSettings, name: str, folder: Path, tokenizer: str | None, listening: socket.socket
+    ) -> None:
+        self.work, work = socket.socketpair()
+        self.control, control = socket.socketpair()
+        numbers = [end.fileno() for end in (work, control, listening)]
+        # As this process finds its modules, and not those that lie where it was started.
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        with contextlib.ExitStack() as stack:
+            for end in (work, control, listening):
+                stack.callback(end.close)
+            with _without_signals():
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "graphmod.serve", *map(str, numbers)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=numbers,
+                    env=environment,
+                )
+        # Not as arguments, which everybody on this machine can read: there may be a key among them.
+        given = {"settings": vars(settings), "name": name, "folder": str(folder), "tokenizer": tokenizer}
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as told:  # it has ended, which is noticed later
+            told.write(json.dumps(given).encode())
+
+    def __enter__(self) -> FrontProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    @property
+    def status(self) -> str:
+        """How it has ended, in words."""
+        code = self._waited()
+        return f"with status {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
+
+    def kill(self) -> None:
+        """Ends it at once; also for handlers of signals."""
+        self._process.kill()
+
+    def end(self) -> None:
+        """Waits for it to end, which it does once nobody holds the other ends of its sockets."""
+        self.work.close()
+        self.control.close()
+        self._waited()
+
+    def _waited(self) -> int:
+        try:
+            return self._process.wait(_TO_END)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return self._process.wait()
+
+
+@contextlib.contextmanager
+def _without_signals() -> Iterator[None]:
+    """A process that is started meanwhile does not hear SIGINT and SIGTERM, not even before it can ignore them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@dataclasses.dataclass
+class _Request:
+    """What runs of a request: its handles, one for each prompt, and how many samples have not ended."""
+
+    handles: list[Handle]
+    left: int
+
+
+class EngineThread:
+    """Steps an engine for a front, which `Remote` is in.
+
+    Args:
+        engine: to step. Others may use it beside.
+        line: to the front.
+    """
+
+    def __init__(self, engine: DecodeEngine, line: Line) -> None:
+        self._engine, self._line = engine, line
+        self._requests: dict[int, _Request] = {}
+        self._news: list[Any] = []  # to be told
+        self._runs: list[Any] = []
+        self._thread = threading.Thread(target=self._work, name="graphmod-engine")
+
+    def start(self) -> None:
+        """Goes to work; it ends with the line."""
+        self._thread.start()
+
+    def close(self, timeout: float) -> None:
+        """Ends all requests, which are told so, and the thread.
+
+        Args:
+            timeout: seconds after which nobody is told any more.
+        """
+        self._line.hear_no_more()
+        if self._thread.ident is not None:
+            with contextlib.suppress(Exception):  # of an engine that has failed, which its thread tells
+                self._engine.abort_all()  # by the next step, where one is under way
+            self._thread.join(timeout)
+        self._line.close()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _work(self) -> None:
+        engine, line = self._engine, self._line
+        try:
+            while True:
+                for kind, *given in line.receive(0 if engine.unfinished else None):
+                    self._guarded(self._ask if kind == "ask" else self._abort, *given)
+                self._tell()
+                if line.ended:
+                    break
+                if engine.unfinished:
+                    self._guarded(engine.step)
+                    self._tell()
+            self._guarded(engine.abort_all)
+            self._tell()
+        finally:
+            line.close()
+
+    def _guarded(self, act: Any, *given: Any) -> None:
+        """Does it. An error of the engine has ended all requests, and they are told."""
+        try:
+            act(*given)
+        except BaseException as error:
+            log.error("decoding failed, and the requests that ran or waited have ended: %s", error)
+            self._news.append(("failed", str(error)))
+            for number, request in [*self._requests.items()]:
+                if lost := [handle.error for handle in request.handles if handle.error is not None]:
+                    del self._requests[number]
+                    self._news.append(("lost", number, str(lost[0])))
+
+    def _tell(self) -> None:
+        if self._runs or self._news:
+            self._line.send([("runs", self._runs), *self._news])  # what was got before an error comes before it
+            self._runs, self._news = [], []
+
+    # -- what the front asks for -----------------------------------------------------------------------------------
+
+    def _ask(self, number: int, prompts: list[list[int]], n: int, sampling: list[dict[str, Any]]) -> None:
+        handles: list[Handle] = []
+        try:
+            for prompt, own in zip(prompts, sampling, strict=True):
+                if own["temperature"] is None:  # as in OpenAI's API, tokens are drawn
+                    own["temperature"] = self._engine.requests.defaults.temperature
+                take = partial(self._take, number, len(handles) * n)
+                handles.append(self._engine.submit(prompt, n, Sampling(**own), on_run=take, text=False))
+        except RequestError as error:
+            self._news.append(("refused", number, len(handles), str(error)))
+        except Exception as error:
+            log.error("a request could not be served", exc_info=error)
+            self._news.append(("lost", number, str(error)))
+        else:
+            self._requests[number] = _Request(handles, len(prompts) * n)
+            self._news.append(("taken", number))
+            return
+        for handle in handles:
+            self._engine.abort(handle)
+
+    def _abort(self, number: int) -> None:
+        request = self._requests.pop(number, None)
+        for handle in request.handles if request is not None else ():
+            self._engine.abort(handle)
+
+    def _take(self, number: int, first: int, run: Run) -> None:
+        """Called by the engine with what a sample has got."""
+        done, request = run.completion, self._requests.get(number)
+        if request is None:  # it was refused, or aborted
+            return
+        reason = done.finish_reason if run.ended else None
+        of_prompt = None
+        if done.prompt_logprobs is not None and len(run.tokens) == len(done.tokens):  # with the first tokens
+            of_prompt = done.prompt_logprobs, done.prompt_top_logprobs
+        got = run.tokens, run.logprobs, run.top_logprobs, of_prompt
+        self._runs.append((number, first + done.sample, got, reason, done.error))
+        if run.ended:
+            request.left -= 1
+            if not request.left:
+                del self._requests[number]
+
+
+class FrontLost(GraphmodError):
+    """The front has ended by itself, or was killed."""
+
+    def __init__(self, said: str = "the process that answers HTTP has ended") -> None:
+        super().__init__(said)
+
+
+def _counters(engine: DecodeEngine) -> dict[str, float] | None:
+    """What metrics are made of; None if it cannot be read, for which no request is cut off."""
+    try:
+        return _counted(engine.stats)
+    except Exception:
+        log.exception("the engine's counters cannot be read, and metrics are told without them")
+        return None
+
+
+def _counted(stats: DecodeStats) -> dict[str, float]:
+    summed = {"replays": "launches"} | {name: name for name in ("eager_steps", "row_steps", "padding_row_steps")}
+    found = {name: stats.total(counter) for name, counter in summed.items()}
+    own = ("prompt_tokens", "prefix_tokens", "tokens", "waiting", "running", "blocks_used", "blocks_total")
+    return found | {name: getattr(stats, name) for name in own}
+
+
+class Host:
+    """The engine's side of a server. One thread calls it.
+
+    Args:
+        work, control: to the front.
+
+    Attributes:
+        ready: whether the front lets requests in.
+        left: requests that have not ended; None before the front has told it, which it does from `drain` on.
+    """
+
+    def __init__(self, work: socket.socket, control: socket.socket) -> None:
+        self._work, self._control = Line(work), Line(control)
+        self._engine: DecodeEngine | None = None
+        self._thread: EngineThread | None = None
+        self.ready = False
+        self.left: int | None = None
+
+    def begin(self, engine: DecodeEngine) -> None:
+        """Steps this engine for the front from now on."""
+        self._engine, self._thread = engine, EngineThread(engine, self._work)
+        self._thread.start()
+        self._control.send(("begin", engine.config.max_batch_size, engine.max_seq_len))
+
+    def tend(self, seconds: float) -> None:
+        """Does what the front asks for, and waits so long for it.
+
+        Raises:
+            ConfigError: the tokenizer cannot be read.
+            FrontLost: the front is gone.
+        """
+        for kind, *given in self._control.receive(seconds):
+            if kind == "counters":
+                assert self._engine is not None
+                self._control.send(("counters", _counters(self._engine)))
+            elif kind == "ready":
+                self.ready = True
+            elif kind == "left":
+                (self.left,) = given
+            elif kind == "unusable":
+                raise ConfigError(given[0])
+        if self._control.ended:
+            raise FrontLost
+
+    def drain(self) -> None:
+        """Has the front refuse requests from now on; those that run go on."""
+        self._control.send(("drain",))
+
+    def end(self, timeout: float) -> None:
+        """Ends what runs, and the front.
+
+        Args:
+            timeout: seconds for the engine to end it, and to tell who waits.
+        """
+        if self._thread is not None:
+            self._thread.close(timeout)
+        self._work.close()
+        self._control.close()
