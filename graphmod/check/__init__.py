@@ -9,30 +9,22 @@ import sys
 import types
 from typing import TYPE_CHECKING, Any
 
+from graphmod.check.order import Divergence, Stand
+from graphmod.check.report import Finding, Guarded, Report
+
 if TYPE_CHECKING:
     from graphmod.check.meeting import RanksMissing
-    from graphmod.check.order import Divergence, Stand
-    from graphmod.check.report import Finding, Guarded, Report
     from graphmod.check.run import check_call, check_layers
 
-_HOMES = {
-    "Finding": "graphmod.check.report",
-    "Guarded": "graphmod.check.report",
-    "Divergence": "graphmod.check.order",
-    "RanksMissing": "graphmod.check.meeting",
-    "Report": "graphmod.check.report",
-    "Stand": "graphmod.check.order",
-    "check_call": "graphmod.check.run",
-    "check_layers": "graphmod.check.run",
-}
+_LATER = {"RanksMissing": "meeting", "check_call": "run", "check_layers": "run"}
 
 __all__ = ["Divergence", "Finding", "Guarded", "RanksMissing", "Report", "Stand", "check_call", "check_layers"]
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
     return found
 
 

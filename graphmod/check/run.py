@@ -1,25 +1,275 @@
-"""`check_call` and `check_layers`. Import `part`, `guarded`, `report`, `meeting`, `step.surroundings` and `wrap`."""
+"""`check_call` and `check_layers`: calls under watch, and the backwards of their results. Captures nothing."""
 
 from __future__ import annotations
 
 import contextlib
 import copy as copying
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from graphmod.check.guarded import Kinds
 from graphmod.check.meeting import Meeting, Parted, meeting_of_ranks
 from graphmod.check.order import divergences
-from graphmod.check.part import Part
 from graphmod.check.report import Finding, Report, merged
 from graphmod.errors import ConfigError
+from graphmod.guards.changes import (
+    KEEP,
+    KEEP_COUNT,
+    KEEP_ITEMS,
+    KEEP_ITERATOR,
+    NOT_REPLAYED,
+    Change,
+    all_changes,
+    keepers,
+    lines_of,
+)
+from graphmod.guards.guards import Guards
+from graphmod.guards.hooks import without_gradient_hooks
+from graphmod.guards.notes import Notes
+from graphmod.layers.recorded import BackwardOfCall, for_plain_backwards, nodes_of
 from graphmod.ranks.data_parallel import Borrowed
+from graphmod.signature.call import Call
+from graphmod.signature.flattening import unrepeatable
+from graphmod.signature.modes import FOREIGN, difference, key_reader
+from graphmod.step.recording import watch
+from graphmod.step.results import not_returned, not_to_be_made_again, outline
 from graphmod.step.surroundings import Surroundings
+from graphmod.torch_private import current_node, next_sequence_number
+from graphmod.trace.garbage import no_garbage_collection
+from graphmod.trace.recorder import Recorder
+from graphmod.trace.tensors import is_stale
+from graphmod.words import counted
 from graphmod.wrap.layers import find_layers, match_layers, without_graphs
 from graphmod.wrap.module import CUDAGraphModule
-from graphmod.wrap.target import in_place_of_forward
+from graphmod.wrap.target import Target, in_place_of_forward
+
+_KEEP_OUT = "keep this part out of the captured callable"
+
+
+class Part:
+    """One callable under watch.
+
+    Args:
+        root: a module, whose own hooks run around what is watched, or another callable.
+        name: of a layer; "" for the whole.
+        loss: see `check_call`.
+        borrowed: takes in which DistributedDataParallels are taken over.
+        meeting: where this rank tells others what it communicates; None where there are none.
+
+    Attributes:
+        findings, guards, operations: of the last call.
+        on_gpu: what would keep it out of a graph on a GPU, if it ran on the CPU.
+        settled: whether the last call left each DistributedDataParallel the reducer that it found.
+    """
+
+    def __init__(
+        self,
+        root: Any,
+        borrowed: Borrowed,
+        name: str = "",
+        loss: Callable | None = None,
+        meeting: Meeting | None = None,
+    ) -> None:
+        self.root, self.name, self._loss, self._borrowed = root, name, loss, borrowed
+        self._before_collective = None if meeting is None else meeting.before
+        self.call = Target(root) if isinstance(root, nn.Module) else root
+        self.findings: list[Finding] = []
+        self.on_gpu: list[Finding] = []
+        self.guards: list[Guards] = []
+        self.operations = 0
+        self.device = ""
+        self.ran, self.settled = False, True
+
+    def run(self, args: tuple, kwargs: dict) -> Any:
+        """Calls it as its user does."""
+        if not isinstance(self.root, nn.Module):
+            return self._watched(args, kwargs)
+        with in_place_of_forward(self.root, self.within):
+            return self.root(*args, **kwargs)
+
+    def within(self, *args: Any, **kwargs: Any) -> Any:
+        """Stands in the place of the callable; a backward that runs it again is not watched."""
+        if current_node() is not None:
+            return self.call(*args, **kwargs)
+        return self._watched(args, kwargs)
+
+    def _watched(self, args: tuple, kwargs: dict) -> Any:
+        again = self.ran and bool(self.name)  # a layer that one step calls twice
+        if not again:
+            self.findings, self.on_gpu, self.guards, self.operations = [], [], [], 0
+        self.ran = True
+        call = Call(self.call, args, kwargs)
+        around, structure, names = Surroundings(self.root), call.flat.structure, call.names
+        around.discover()
+        self._borrowed.note(around.parallel())
+        around.take_over()
+        reducers = around.reducers()
+        device = around.device(call.leaves) or torch.device("cpu")
+        gpu = device.index if device.type == "cuda" else None
+        self.device = "the CPU, as strict as a GPU" if gpu is None else str(device)
+        modes_now = key_reader(device.type)
+        modes = modes_now()
+        unknown = unrepeatable(structure[1], named=names) or unrepeatable(structure[2])
+        if unknown is not None:
+            effect, _, remedy = unknown[1].partition("; ")
+            self._add(
+                "the arguments", f"argument {unknown[0]!r} is {effect}", remedy or "pass tensors, or what it holds"
+            )
+        if modes[FOREIGN] is not None:
+            self._add("the call", f"{modes[FOREIGN]}, and code under that is never captured", _KEEP_OUT)
+        oldest = next_sequence_number()
+        recorder, notes, given = watch(call, gpu, self.root, before_collective=self._before_collective)
+        result = call.result
+        changed = given.changed()
+        changes = list(all_changes(notes))
+        if changed is not None:  # the same, seen from the code's side, tells the line
+            of_arguments = [one for one in changes if one.owner in call.flat.seen]
+            self._add_said(changed, next((one.where for one in of_arguments), (None, None)))
+            changes = [one for one in changes if one not in of_arguments]
+        self._take_in(recorder, changes)
+        self.guards.append(Guards(notes, recorder.backward))
+        self._look_at_optimizers(notes, recorder, gpu)
+        for said in (given.returned(result), not_to_be_made_again(outline(result)[0])):
+            self._add_said(said)
+        self._look_at_result(call)
+        modes = difference(modes, modes_now())
+        if modes:
+            self._add(
+                "the call", f"changes a mode of PyTorch ({modes[0]}), which no replay does", "do it around the call"
+            )
+        around.learn(self.guards[-1])
+        self._borrowed.note(around.parallel())
+        not_averaged = around.take_over() if torch.is_grad_enabled() else None
+        self.settled = around.reducers() == reducers
+        if not_averaged is not None:
+            self._add("DistributedDataParallel", not_averaged, "use its defaults, or call it without graphs")
+        if result.differentiable:
+            self._watch_backward(call, gpu, oldest)
+        return result.value
+
+    def _watch_backward(self, call: Call, gpu: int | None, oldest: int) -> None:
+        """Differentiates the result as the capture of a backward does: gradients come out, and nothing takes them.
+
+        Args:
+            oldest: see `watch_backward`.
+        """
+        outputs, leaves = call.result.differentiable, call.leaves
+        plain = for_plain_backwards(nodes_of(outputs, leaves, oldest)[0])
+        if plain is not None:
+            self._add_said(plain, backward=True)
+            return
+        grads = [torch.ones_like(tensor) for tensor in outputs]
+        if self._loss is not None:
+            loss = self._loss(call.result.value)
+            of_loss = torch.autograd.grad(loss, outputs, retain_graph=True, allow_unused=True)
+            outputs = [tensor for tensor, grad in zip(outputs, of_loss, strict=True) if grad is not None]
+            grads = [grad for grad in of_loss if grad is not None]
+        parameters = [one for one in self.guards[-1].parameters() if one.requires_grad]
+        wanted = [*(one for one in leaves if one.requires_grad and not is_stale(one)), *parameters]
+        if not wanted or not outputs:
+            return
+        recorder = Recorder([*outputs, *grads], gpu=gpu, before_collective=self._before_collective)
+        found = BackwardOfCall(outputs, leaves, oldest, lambda _: None)
+        before = [parameter.grad for parameter in parameters]
+        with contextlib.ExitStack() as watching:
+            watching.enter_context(no_garbage_collection())
+            watching.enter_context(torch.autograd.set_multithreading_enabled(False))
+            watching.enter_context(without_gradient_hooks(parameters))  # they run outside of a graph
+            watching.enter_context(recorder)
+            try:
+                for parameter in parameters:
+                    parameter.grad = None  # to which a backward inside of this one would add
+                torch.autograd.grad(outputs, wanted, grads, retain_graph=True, allow_unused=True)
+            except RuntimeError as error:
+                if _TWICE not in str(error):
+                    raise
+                return  # the call ran the backward of its result itself; nobody runs it again
+            finally:
+                for parameter, grad in zip(parameters, before, strict=True):
+                    parameter.grad = grad
+        self._take_in(recorder, found.changes, backward=True)
+        for said in found.refused[:1]:  # the others follow from it
+            self._add_said(said, backward=True)
+        self.guards += found.guards
+
+    def _take_in(self, seen: Recorder, changes: Iterable[Change], backward: bool = False) -> None:
+        self.operations += len(seen.trace)
+        for found in seen.hazards:
+            where = found.lines
+            library = None if where.optimizer is not None else where.library
+            self._add(found.operation, found.effect, found.remedy, where.user, library, where.backward)
+        self.findings += _one_for_each_remedy(changes, backward, self._parts)
+
+    def _look_at_optimizers(self, notes: Notes, recorder: Recorder, gpu: int | None) -> None:
+        """Those that can be made capturable and are not, which only a capture on a GPU minds."""
+        kept_by, known = keepers(notes), set()
+        if gpu is not None:  # those whose step is a hazard as it is
+            known = {id(found.lines.optimizer) for found in recorder.hazards}
+        for note in notes.notes.values():
+            optimizer = kept_by.get(id(note.owner))
+            if note.key != "capturable" or note.now() or optimizer is None or id(optimizer) in known:
+                continue
+            known.add(id(optimizer))
+            name = type(optimizer).__name__
+            effect = f"{name} was built without capturable=True, so that torch does not let a GPU capture its step()"
+            remedy = f"build {name} with capturable=torch.cuda.is_available(), for a model that is then on the GPU"
+            found = Finding("the optimizer", effect, remedy, *lines_of(note.where), parts=self._parts)
+            (self.on_gpu if gpu is None else self.findings).append(found)
+
+    def _look_at_result(self, call: Call) -> None:
+        known = {id(tensor) for tensor in (*call.leaves, *self.guards[-1].tensors)}
+        for tensor in call.result.leaves:
+            if id(tensor) in known:
+                continue
+            why = not_returned(tensor)
+            if why is not None:
+                self._add("the result", why, "return a plain tensor")
+
+    @property
+    def _parts(self) -> list[str]:
+        return [self.name] if self.name else []
+
+    def _add(
+        self,
+        what: str,
+        effect: str,
+        remedy: str,
+        user: str | None = None,
+        library: str | None = None,
+        backward: bool = False,
+    ) -> None:
+        self.findings.append(Finding(what, effect, remedy, user, library, backward, parts=self._parts))
+
+    def _add_said(
+        self, said: str | None, where: tuple[str | None, str | None] = (None, None), backward: bool = False
+    ) -> None:
+        if said is not None:
+            effect, _, remedy = said.partition("; ")
+            self._add("the call", effect, remedy or _KEEP_OUT, *where, backward=backward)
+
+
+_TWICE = "backward through the graph a second time"  # of PyTorch
+
+
+def _one_for_each_remedy(changes: Iterable[Change], backward: bool, parts: list[str]) -> list[Finding]:
+    """All that one step of a scheduler or optimizer changes is one cause, on the line on which most of it is read."""
+    groups: dict[tuple, list[Change]] = {}
+    for change in changes:
+        special = change.remedy not in (KEEP, KEEP_COUNT, KEEP_ITEMS, KEEP_ITERATOR)
+        groups.setdefault((change.remedy,) if special else (change.effect, change.where), []).append(change)
+    findings = []
+    for group in groups.values():
+        (user, _), *_ = Counter(change.where[0] for change in group).most_common(1)
+        first = next(change for change in group if change.where[0] == user)
+        more = f" (and {counted(len(group) - 1, 'more such change')})" if len(group) > 1 else ""
+        effect = f"{first.effect}{more}, {NOT_REPLAYED}"
+        findings.append(Finding("Python", effect, first.remedy, *first.where, backward, 1, list(parts)))
+    return findings
+
 
 _SETTLING = 2  # more calls, at most, in which a DistributedDataParallel gets its reducer
 

@@ -11,7 +11,7 @@ import rank_steps
 from processes import Python
 
 from graphmod.check import Finding, Report
-from graphmod.check.collectives import Collective
+from graphmod.check.meeting import Collective
 from graphmod.check.order import Way, divergences
 from graphmod.check.report import of_all_ranks
 
