@@ -129,7 +129,7 @@ def _of_optimizer(optimizer: torch.optim.Optimizer, values: Iterable[tuple]) -> 
     values = sorted(values, key=lambda one: one[0] != "lr")
     rates = [group.get("lr") for group in optimizer.param_groups]
     number = next((rate for rate in rates if isinstance(rate, float)), None)
-    note = ""
+    note, driven = "", False
     if number is not None and any(name == "lr" for name, _, _ in values):
         driven = hasattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched")
         note = "the rate is a Python number: when it changes, the step is recorded and captured again. "
@@ -139,4 +139,4 @@ def _of_optimizer(optimizer: torch.optim.Optimizer, values: Iterable[tuple]) -> 
             note += "Under a scheduler, "
         note += tensor_rate(optimizer)
     count = len(values)
-    return [Guarded(_settings_of(optimizer), count, values, note)] if count else []
+    return [Guarded(_settings_of(optimizer), count, values, note, driven)] if count else []

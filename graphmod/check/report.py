@@ -15,14 +15,11 @@ from graphmod.step.log import cause_of, ranges
 from graphmod.words import counted, ranks_in_words
 
 _LINE = re.compile(r"(?P<file>.*):(?P<line>\d+) in (?P<function>.*)")
-_LISTS, _TOGETHER = "(a verbose report lists them)", "\N{NO-BREAK SPACE}"
 _WIDTH = 110
 _FOLLOWS = (
     ("draws from a generator whose state was set inside", "seeds a random generator"),
     ("makes a sparse or nested tensor", "has a sparse gradient"),
 )
-_FEW = 3
-_MINOR = ("defaults of optimizers", "settings of function", "variables of closures", "global variables and class")
 _NO_OPERATIONS = ("Python", "the call", "the arguments", "the optimizer", "the result", "DistributedData")
 
 
@@ -88,31 +85,23 @@ class Guarded:
         count: how many.
         values: `(name, value in words, who reads it)` of each.
         note: what its reader should know, or "".
+        warns: whether a short report has the note, too.
     """
 
     what: str
     count: int
     values: list[tuple[str, str, str]] = field(default_factory=list)
     note: str = ""
-
-    @property
-    def minor(self) -> bool:
-        """Whether a short report only counts it: what users neither set nor change as a rule."""
-        return not self.values or self.what.startswith(_MINOR)
-
-    def counted(self) -> str:
-        """How many there are of it, such as `4 parameters (by address, shape and strides)`."""
-        what = self.what if self.count != 1 else re.sub(r"^((class |global )?\w+)s\b", r"\1", self.what)
-        return f"{self.count} {what}"
+    warns: bool = False
 
     def describe(self, verbose: bool = False) -> str:
-        """In words; `verbose` lists each value with the line that reads it."""
-        text = self.counted()
-        shown = self.values if verbose else []
-        public = {f"{name} = {value}": None for name, value, _ in self.values if not name.startswith("_")}
-        if public and not verbose:
-            text += f" ({', '.join([*public][:_FEW])}{', ...' if len(public) > _FEW else ''})"
-        lines = [text, *(f"    {name} = {value}  read at {shortened(where)}" for name, value, where in shown)]
+        """How many there are of it, such as `4 parameters`; `verbose` says how they are compared, and lists each value
+        with the line that reads it."""
+        what = self.what if self.count != 1 else re.sub(r"^((class |global )?\w+)s\b", r"\1", self.what)
+        text = f"{self.count} {what}"
+        if not verbose:
+            return text.partition(" (")[0]
+        lines = [text, *(f"    {name} = {value}  read at {shortened(where)}" for name, value, where in self.values)]
         return "\n".join([*lines, *(_wrapped(self.note) if self.note else ())])
 
 
@@ -176,14 +165,17 @@ class Report:
             lines += ["", "On a GPU also:"]
             lines += [textwrap.indent(finding.describe(ranks), "   ") for finding in self.on_gpu]
         if self.guarded:
-            end = "before each replay" if self.captured else "before each replay, once it is captured"
-            lines += ["", f"Compared {end}:"]
-            lines += [textwrap.indent(one.describe(verbose), "   ") for one in self.guarded if verbose or not one.minor]
-            minor = [one.counted().partition(" (")[0] for one in self.guarded if one.minor]
-            if minor and not verbose:
-                counts = f"{', '.join(minor)} {_LISTS.replace(' ', _TOGETHER)}"
-                told = textwrap.wrap(counts, _WIDTH, initial_indent="   ", subsequent_indent="     ")
-                lines += [line.replace(_TOGETHER, " ") for line in told]
+            compared = "Compared before each replay" + ("" if self.captured else ", once it is captured")
+            if verbose:
+                lines += ["", f"{compared}:"]
+                lines += [textwrap.indent(one.describe(verbose), "   ") for one in self.guarded]
+            else:
+                values = sum(one.count for one in self.guarded if one.values)
+                told = [counted(values, "value")] if values else []
+                told += [one.describe() for one in self.guarded if not one.values]
+                text = f"{compared} (a verbose report lists them): {', '.join(told)}."
+                lines += [*([""] if len(lines) > 1 else []), *textwrap.wrap(text, _WIDTH)]
+                lines += [line for one in self.guarded if one.warns for line in _wrapped(f"{one.what}: {one.note}")]
         return "\n".join(lines)
 
     def _order(self) -> list[str]:

@@ -308,7 +308,7 @@ def check_call(
 
     Raises:
         TypeError: `target` cannot be called.
-        ConfigError: `layers` match nothing, or `target` is no module.
+        ConfigError: `layers` match nothing, or none of them is called; or `target` is no module.
         RanksMissing: other ranks did not come in time.
         Exception: whatever the call itself raises.
     """
@@ -435,6 +435,8 @@ def _modules(root: Any, given: Any) -> list[nn.Module]:
 
 
 def _take_in(report: Report, parts: list[Part]) -> None:
+    if not report.stopped and not any(part.ran for part in parts):
+        raise ConfigError("the call runs none of its parts; pass arguments with which it does")
     kinds = Kinds()
     findings: list[Finding] = []
     for part in parts:
@@ -445,5 +447,3 @@ def _take_in(report: Report, parts: list[Part]) -> None:
             kinds.add(guards)
     report.hazards, report.guarded = merged(findings), kinds.told()
     report.on_gpu = merged([finding for part in parts for finding in part.on_gpu])
-    if not any(part.ran for part in parts):
-        report.hazards.append(Finding("the call", "runs none of its parts", "pass arguments with which it does"))

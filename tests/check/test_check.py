@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import graphmod
 from graphmod import CUDAGraphModule, graph_layers
+from graphmod.errors import ConfigError
 from graphmod.trace import dispatch
 
 
@@ -48,15 +49,19 @@ def only(report):
 
 
 def test_a_clean_step_would_be_captured_and_what_is_guarded_is_told():
-    step, _ = whole_step()
+    step, adam = whole_step()
     report = graphmod.check(step, X)
     assert report.captured and report and not report.hazards, str(report)
-    text = str(report)
-    assert "'step' would be captured" in text
-    assert "4 parameters" in text
+    report.on_gpu = []
+    assert "'step' would be captured" in str(report) and "4 parameters" in str(report)
+    assert len(str(report).splitlines()) <= 3, str(report)
+    text = report.describe(verbose=True)
     assert "lr = 0.001" in text
-    assert "the rate is a Python number: when it changes, the step is recorded and captured again" in text
+    rate = "the rate is a Python number: when it changes, the step is recorded and captured again"
+    assert rate in " ".join(text.split())
     assert report.operations > 10
+    LambdaLR(adam, lambda epoch: 0.9**epoch)  # which would keep the step eager
+    assert rate in " ".join(str(graphmod.check(step, X)).split())
 
 
 @pytest.mark.parametrize("settings", [{}, {"fused": False}])
@@ -190,6 +195,14 @@ def test_layers_are_checked_one_by_one_and_what_they_share_is_one_line():
     found = only(graphmod.check(model, X, layers=True))  # what is between the layers is none of theirs
     assert found.parts == [f"layers.{index}" for index in range(4)]
     assert "in layers.0-3" in str(graphmod.check(model, X, layers=True))
+
+
+def test_layers_that_the_call_does_not_reach_cannot_be_checked():
+    model = nn.Sequential()
+    model.layers = nn.ModuleList(Layer() for _ in range(2))
+    model.forward = lambda x: x * 2
+    with pytest.raises(ConfigError, match="runs none of its parts"):
+        graphmod.check(model, X, layers="layers.*")
 
 
 def test_a_wrapped_model_is_checked_unwrapped():
