@@ -1,39 +1,27 @@
 """Token decode for transformers causal LMs: one step, everything included, is a replay of a CUDA graph.
 
-Names are imported when they are first used: `generate.py` reads its settings before PyTorch is loaded.
+What needs PyTorch is imported when it is first used: `generate.py` reads its settings before that is loaded.
 """
 
 import importlib
 from typing import TYPE_CHECKING
 
+from graphmod.decode.types import (
+    Completion,
+    DecodeError,
+    DecodeStats,
+    EngineConfig,
+    RequestError,
+    Run,
+    Sampling,
+    TokenEvent,
+)
+
 if TYPE_CHECKING:
     from graphmod.decode.engine import DecodeEngine
     from graphmod.decode.streams import EngineLoop, Handle, TokenStream
-    from graphmod.decode.types import (
-        Completion,
-        DecodeError,
-        DecodeStats,
-        EngineConfig,
-        RequestError,
-        Run,
-        Sampling,
-        TokenEvent,
-    )
 
-_HOMES = {
-    "Completion": "graphmod.decode.types",
-    "DecodeEngine": "graphmod.decode.engine",
-    "DecodeError": "graphmod.decode.types",
-    "DecodeStats": "graphmod.decode.types",
-    "EngineConfig": "graphmod.decode.types",
-    "EngineLoop": "graphmod.decode.streams",
-    "Handle": "graphmod.decode.streams",
-    "RequestError": "graphmod.decode.types",
-    "Run": "graphmod.decode.types",
-    "Sampling": "graphmod.decode.types",
-    "TokenEvent": "graphmod.decode.types",
-    "TokenStream": "graphmod.decode.streams",
-}
+_LATER = {"DecodeEngine": "engine", "EngineLoop": "streams", "Handle": "streams", "TokenStream": "streams"}
 
 __all__ = [
     "Completion",
@@ -52,9 +40,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
     return found
 
 

@@ -164,7 +164,40 @@ class DecodeEngine:
             RequestError: the prompt or a setting cannot be used.
             DecodeError: the engine is suspended, or the model moved to another device.
         """
-        return self._submit([prompt], n, sampling, settings, on_run, text)
+        return self.submit_all([prompt], n, sampling, on_run=on_run, text=text, **settings)
+
+    def submit_all(
+        self,
+        prompts: list[Any],
+        n: int = 1,
+        sampling: Sampling | list[Sampling] | None = None,
+        *,
+        on_run: Callable[[Run], None] | None = None,
+        text: bool = True,
+        **settings: Any,
+    ) -> Handle:
+        """As `submit`, for several prompts in one request; `sampling` is for all, or one for each.
+
+        Raises:
+            RequestError: a prompt or setting cannot be used; the engine has taken none of them.
+            DecodeError: the engine is suspended, or the model moved to another device.
+        """
+        self._traffic.require_memory()
+        if self.model.device != self.device:
+            raise DecodeError(f"the model moved from {self.device} to {self.model.device}; make a new engine")
+        found = self.requests.read(prompts, n, sampling, settings)
+        there = self.scheduler.allocator.count * self.memory.block_size
+        for sequence in found:
+            if len(sequence.prompt) > there:
+                raise RequestError(
+                    f"prompt {sequence.completion.request} has {len(sequence.prompt)} tokens and the KV cache holds "
+                    f"{there} in all; shorten it, or raise cache_tokens"
+                )
+            sequence.limit = min(sequence.limit, there + 1)  # the last token is never fed, and needs no place
+        handle = Handle(found, on_run, text)
+        if found:
+            self._traffic.enter(handle)
+        return handle
 
     def step(self) -> list[Run]:
         """Takes in who arrived, launches the next steps, and returns what became known from those before.
@@ -248,7 +281,7 @@ class DecodeEngine:
             if run.ended and on_finish is not None:
                 on_finish(run.completion)
 
-        handle = self._submit(prompts, n, sampling, settings, take)
+        handle = self.submit_all(prompts, n, sampling, on_run=take, **settings)
         try:
             while not handle.done:
                 self._step(among_others=False)
@@ -265,33 +298,7 @@ class DecodeEngine:
         The model may be used for other things between two tokens, other requests may run beside it, and closing the
         stream ends its own. `async for` lets a thread of the engine's own work.
         """
-        return TokenStream(self, self._submit(prompts, n, sampling, settings))
-
-    def _submit(
-        self,
-        prompts: Any,
-        n: int,
-        sampling: Any,
-        settings: dict,
-        on_run: Callable[[Run], None] | None = None,
-        text: bool = True,
-    ) -> Handle:
-        self._traffic.require_memory()
-        if self.model.device != self.device:
-            raise DecodeError(f"the model moved from {self.device} to {self.model.device}; make a new engine")
-        found = self.requests.read(prompts, n, sampling, settings)
-        there = self.scheduler.allocator.count * self.memory.block_size
-        for sequence in found:
-            if len(sequence.prompt) > there:
-                raise RequestError(
-                    f"prompt {sequence.completion.request} has {len(sequence.prompt)} tokens and the KV cache holds "
-                    f"{there} in all; shorten it, or raise cache_tokens"
-                )
-            sequence.limit = min(sequence.limit, there + 1)  # the last token is never fed, and needs no place
-        handle = Handle(found, on_run, text)
-        if found:
-            self._traffic.enter(handle)
-        return handle
+        return TokenStream(self, self.submit_all(prompts, n, sampling, **settings))
 
     # -- lifecycle -----------------------------------------------------------------------------------------------
 

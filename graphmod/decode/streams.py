@@ -9,7 +9,7 @@ import contextlib
 import logging
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Iterator
 from typing import Any
 
 from graphmod.decode.types import Completion, DecodeError, Run, Sampling, TokenEvent, events
@@ -79,7 +79,7 @@ class Handle:
         self.check()
         return self.completions
 
-    async def runs(self) -> AsyncIterator[Run]:
+    async def runs(self) -> AsyncGenerator[Run]:
         """What each sample gets, as it becomes known; while the reader is busy, runs of a sample are joined.
 
         Raises:

@@ -26,7 +26,6 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
-from graphmod.decode.streams import Handle
 from graphmod.decode.types import Completion, DecodeError, Run
 from graphmod.serve.api import (
     Answer,
@@ -48,9 +47,6 @@ from graphmod.serve.service import EngineRequest, Refused, Service
 from graphmod.text import Codec
 
 log = logging.getLogger("graphmod")
-
-
-_AHEAD = 4  # runs of other prompts that are read before they can be sent; the rest waits with its completion
 
 
 class Gone(Exception):
@@ -98,18 +94,17 @@ class Work:
         self.asked: Asked
         self.prompt_tokens = self.tokens = 0
 
-    async def submit(self, unless_gone: Callable[[asyncio.Future], Awaitable[Asked]]) -> None:
-        """Asks the engine for it. Raises ApiError.
-
-        Args:
-            unless_gone: waits for something for as long as there is somebody who wants it.
-        """
+    async def submit(self, receive: Receive) -> None:
+        """Asks the engine for it. Raises ApiError, and Gone as soon as the client goes away."""
         service = self._service
         with self._api_errors():
             read = partial(asked_of, self._body, self._codec, service.settings.default_max_tokens)
             # Texts become tokens in a thread, since that may take a while; to read token ids takes less than to go
             # there. Begun at once, and not by a task, which would come after the reading of other requests.
-            asked = await unless_gone(asyncio.wrap_future(service.aside(read))) if self._body.has_text else read()
+            if self._body.has_text:
+                asked = await _unless_gone(receive, asyncio.wrap_future(service.aside(read)))
+            else:
+                asked = read()
             self.asked = asked
             self._request = service.engine.submit(asked.prompts, asked.n, asked.sampling)
             self.prompt_tokens = sum(map(len, asked.prompts))
@@ -132,7 +127,9 @@ class Work:
         except (ApiError, Gone):
             raise
         except Refused as error:
-            said = _reworded(str(error), self.asked, error.prompt)
+            said = str(error).replace("max_new_tokens", "max_tokens")
+            if self.asked.field == "messages":
+                said = said.replace("prompt 0", "prompt made of the messages", 1)
             raise refused(said, self.asked.field) from None
         except Exception as error:
             raise self._service.failed(error) from error
@@ -144,13 +141,16 @@ class Work:
 
     async def parts(self) -> AsyncGenerator[Part]:
         """What comes of it, as it comes. Raises ApiError where a completion fails."""
+        assert self._request is not None
         with self._api_errors():
-            async with contextlib.aclosing(self._runs()) as runs:
-                async for number, run in runs:
-                    yield self._part(number * self.asked.n + run.completion.sample, run)
+            async with contextlib.aclosing(self._request.handle.runs()) as runs:
+                async for run in runs:
+                    yield self._part(run)
 
-    def _part(self, index: int, run: Run) -> Part:
-        answer, done, asked = self._answers[index], run.completion, self.asked
+    def _part(self, run: Run) -> Part:
+        done, asked = run.completion, self.asked
+        index = done.request * asked.n + done.sample
+        answer = self._answers[index]
         self._time(index, len(run.tokens))
         tokens = list(run.tokens) if asked.most else []
         self.tokens += len(tokens)
@@ -197,47 +197,6 @@ class Work:
             for _ in range(tokens):
                 metrics.between_tokens.observe((now - self._latest[index]) / tokens)
         self._latest[index] = now
-
-    async def _runs(self) -> AsyncGenerator[tuple[int, Run]]:
-        """The runs of all prompts, each with the number of its prompt."""
-        assert self._request is not None
-        handles = self._request.handles
-        if len(handles) == 1:
-            async for run in handles[0].runs():
-                yield 0, run
-            return
-        queue: asyncio.Queue[tuple[int, Run] | Exception | None] = asyncio.Queue(_AHEAD)
-
-        async def pass_on(number: int, handle: Handle) -> None:
-            try:
-                async for run in handle.runs():
-                    await queue.put((number, run))
-            except Exception as error:
-                await queue.put(error)
-            await queue.put(None)
-
-        readers = [asyncio.create_task(pass_on(number, handle)) for number, handle in enumerate(handles)]
-        try:
-            left = len(readers)
-            while left:
-                found = await queue.get()
-                if isinstance(found, Exception):
-                    raise found
-                if found is None:
-                    left -= 1
-                else:
-                    yield found
-        finally:
-            for reader in readers:
-                reader.cancel()
-
-
-def _reworded(said: str, asked: Asked, number: int) -> str:
-    """A refusal of the engine in the words of requests."""
-    said = said.replace("max_new_tokens", "max_tokens")
-    if asked.field == "messages":
-        return said.replace("prompt 0", "prompt made of the messages", 1)
-    return said.replace("prompt 0", f"prompt {number}", 1)
 
 
 PATIENCE = 120  # seconds that a client may read nothing of a stream
@@ -371,7 +330,7 @@ class Exchange:
         codec = service.require_ready()
         self._let_in.enter_context(service.admission.let_in(body.samples))
         self._work = work = Work(service, codec, body)
-        await work.submit(partial(_unless_gone, self._request.receive))
+        await work.submit(self._request.receive)
         if body.stream:
             await _unless_gone(self._request.receive, work.taken())
             return EventStream(self, self._events(work))

@@ -10,7 +10,6 @@ does besides.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import json
 import logging
@@ -152,14 +151,6 @@ def _without_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-@dataclasses.dataclass
-class _Request:
-    """What runs of a request: its handles, one for each prompt, and how many samples have not ended."""
-
-    handles: list[Handle]
-    left: int
-
-
 class EngineThread:
     """Steps an engine for a front, which `Remote` is in.
 
@@ -170,7 +161,7 @@ class EngineThread:
 
     def __init__(self, engine: DecodeEngine, line: Line) -> None:
         self._engine, self._line = engine, line
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, Handle] = {}
         self._news: list[Any] = []  # to be told
         self._runs: list[Any] = []
         self._thread = threading.Thread(target=self._work, name="graphmod-engine")
@@ -218,10 +209,10 @@ class EngineThread:
         except BaseException as error:
             log.error("decoding failed, and the requests that ran or waited have ended: %s", error)
             self._news.append(("failed", str(error)))
-            for number, request in [*self._requests.items()]:
-                if lost := [handle.error for handle in request.handles if handle.error is not None]:
+            for number, handle in [*self._requests.items()]:
+                if handle.error is not None:
                     del self._requests[number]
-                    self._news.append(("lost", number, str(lost[0])))
+                    self._news.append(("lost", number, str(handle.error)))
 
     def _tell(self) -> None:
         if self._runs or self._news:
@@ -231,45 +222,36 @@ class EngineThread:
     # -- what the front asks for -----------------------------------------------------------------------------------
 
     def _ask(self, number: int, prompts: list[list[int]], n: int, sampling: list[dict[str, Any]]) -> None:
-        handles: list[Handle] = []
+        for own in sampling:
+            if own["temperature"] is None:  # as in OpenAI's API, tokens are drawn
+                own["temperature"] = self._engine.requests.defaults.temperature
+        given, take = [Sampling(**own) for own in sampling], partial(self._take, number, n)
         try:
-            for prompt, own in zip(prompts, sampling, strict=True):
-                if own["temperature"] is None:  # as in OpenAI's API, tokens are drawn
-                    own["temperature"] = self._engine.requests.defaults.temperature
-                take = partial(self._take, number, len(handles) * n)
-                handles.append(self._engine.submit(prompt, n, Sampling(**own), on_run=take, text=False))
+            self._requests[number] = self._engine.submit_all(prompts, n, given, on_run=take, text=False)
+            self._news.append(("taken", number))
         except RequestError as error:
-            self._news.append(("refused", number, len(handles), str(error)))
+            self._news.append(("refused", number, str(error)))
         except Exception as error:
             log.error("a request could not be served", exc_info=error)
             self._news.append(("lost", number, str(error)))
-        else:
-            self._requests[number] = _Request(handles, len(prompts) * n)
-            self._news.append(("taken", number))
-            return
-        for handle in handles:
-            self._engine.abort(handle)
 
     def _abort(self, number: int) -> None:
-        request = self._requests.pop(number, None)
-        for handle in request.handles if request is not None else ():
+        if (handle := self._requests.pop(number, None)) is not None:
             self._engine.abort(handle)
 
-    def _take(self, number: int, first: int, run: Run) -> None:
+    def _take(self, number: int, n: int, run: Run) -> None:
         """Called by the engine with what a sample has got."""
-        done, request = run.completion, self._requests.get(number)
-        if request is None:  # it was refused, or aborted
+        done, handle = run.completion, self._requests.get(number)
+        if handle is None:  # it was aborted
             return
         reason = done.finish_reason if run.ended else None
         of_prompt = None
         if done.prompt_logprobs is not None and len(run.tokens) == len(done.tokens):  # with the first tokens
             of_prompt = done.prompt_logprobs, done.prompt_top_logprobs
         got = run.tokens, run.logprobs, run.top_logprobs, of_prompt
-        self._runs.append((number, first + done.sample, got, reason, done.error))
-        if run.ended:
-            request.left -= 1
-            if not request.left:
-                del self._requests[number]
+        self._runs.append((number, done.request * n + done.sample, got, reason, done.error))
+        if handle.done:
+            del self._requests[number]
 
 
 class FrontLost(GraphmodError):

@@ -51,23 +51,18 @@ class _Engine:
         tokens.add_metric(["prompt"], found["prompt_tokens"])
         tokens.add_metric(["generated"], found["tokens"])
         yield tokens
-        for name, counter, words in (
-            ("graphmod_replays", "replays", "Decode steps that were replays of a graph"),
-            ("graphmod_eager_steps", "eager_steps", "Decode steps without a graph"),
-            ("graphmod_row_steps", "row_steps", "Rows of batches times decode steps"),
-            ("graphmod_padding_row_steps", "padding_row_steps", "Those of them that made no token"),
+        for family, counter, words in (
+            (CounterMetricFamily, "replays", "Decode steps that were replays of a graph"),
+            (CounterMetricFamily, "eager_steps", "Decode steps without a graph"),
+            (CounterMetricFamily, "row_steps", "Rows of batches times decode steps"),
+            (CounterMetricFamily, "padding_row_steps", "Those of them that made no token"),
+            (GaugeMetricFamily, "waiting", "Samples that wait for a row"),
+            (GaugeMetricFamily, "running", "Samples in the batch"),
+            (GaugeMetricFamily, "blocks_used", "Blocks of the key-value cache in use"),
+            (GaugeMetricFamily, "blocks_total", "Blocks of the key-value cache"),
+            (CounterMetricFamily, "prefix_tokens", "Tokens of prompts found in the cache"),
         ):
-            yield CounterMetricFamily(name, words, value=found[counter])
-        for counter, words in (
-            ("waiting", "Samples that wait for a row"),
-            ("running", "Samples in the batch"),
-            ("blocks_used", "Blocks of the key-value cache in use"),
-            ("blocks_total", "Blocks of the key-value cache"),
-        ):
-            yield GaugeMetricFamily(f"graphmod_{counter}", words, value=found[counter])
-        yield CounterMetricFamily(
-            "graphmod_prefix_tokens", "Tokens of prompts found in the cache", value=found["prefix_tokens"]
-        )
+            yield family(f"graphmod_{counter}", words, value=found[counter])
 
 
 class Metrics:
@@ -78,26 +73,14 @@ class Metrics:
         self.requests = Counter(
             "graphmod_requests", "Requests, by what became of them", ["endpoint", "outcome"], registry=self._registry
         )
-        self.first_token = Histogram(
-            "graphmod_time_to_first_token_seconds",
-            "From a request to its first token",
-            buckets=_LONG,
-            registry=self._registry,
-        )
-        self.between_tokens = Histogram(
-            "graphmod_time_between_tokens_seconds",
-            "Between tokens of one completion",
-            buckets=_SHORT,
-            registry=self._registry,
-        )
-        self.request_seconds = Histogram(
-            "graphmod_request_seconds",
-            "From a request to the end of its answer",
-            buckets=_LONG,
-            registry=self._registry,
-        )
+        self.first_token = self._seconds("time_to_first_token", "From a request to its first token", _LONG)
+        self.between_tokens = self._seconds("time_between_tokens", "Between tokens of one completion", _SHORT)
+        self.request_seconds = self._seconds("request", "From a request to the end of its answer", _LONG)
         self._engine = _Engine()
         self._registry.register(self._engine)
+
+    def _seconds(self, name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"graphmod_{name}_seconds", words, buckets=buckets, registry=self._registry)
 
     def text(self, counters: dict[str, float] | None) -> bytes:
         """All of them, in the text format of Prometheus.
@@ -113,11 +96,7 @@ _COUNTERS_SECONDS = 5.0  # for the counters to come, before the metrics are told
 
 
 class Refused(Exception):
-    """What an engine does not take: the number of the prompt, and why."""
-
-    def __init__(self, prompt: int, said: str) -> None:
-        super().__init__(said)
-        self.prompt = prompt
+    """What an engine does not take; the message says why."""
 
 
 @dataclasses.dataclass
@@ -126,32 +105,19 @@ class EngineRequest:
 
     Attributes:
         number: of the request.
-        handles: one for each prompt.
+        handle: of all its prompts.
         taken: done once the engine has taken it; has `Refused` where it does not, and a DecodeError where it cannot.
     """
 
     number: int
-    handles: list[Handle]
+    handle: Handle
     taken: Future[None]
-
-    @property
-    def done(self) -> bool:
-        """Whether all of it has ended."""
-        return all(handle.done for handle in self.handles)
 
     def fail(self, error: Exception) -> None:
         """Ends what has not ended of it."""
-        for handle in self.handles:
-            handle.fail(error)
-        self.settle(error)
-
-    def settle(self, error: Exception | None = None) -> None:
-        """The engine has answered."""
+        self.handle.fail(error)
         if not self.taken.done():
-            if error is None:
-                self.taken.set_result(None)
-            else:
-                self.taken.set_exception(error)
+            self.taken.set_exception(error)
 
 
 class Remote:
@@ -197,9 +163,9 @@ class Remote:
 
     def submit(self, prompts: list[list[int]], n: int, sampling: list[Sampling]) -> EngineRequest:
         """Asks for `n` samples of each prompt. Does not wait for an answer."""
-        each = ([Completion(number, sample, ids) for sample in range(n)] for number, ids in enumerate(prompts))
-        handles = [Handle([SimpleNamespace(completion=one) for one in completions]) for completions in each]
-        request = EngineRequest(next(self._numbers), handles, Future())
+        completions = [Completion(at, sample, ids) for at, ids in enumerate(prompts) for sample in range(n)]
+        handle = Handle([SimpleNamespace(completion=one) for one in completions])
+        request = EngineRequest(next(self._numbers), handle, Future())
         if self._ended:
             request.fail(DecodeError(self.error))
         else:
@@ -238,9 +204,8 @@ class Remote:
         for number, index, (tokens, logprobs, top, of_prompt), reason, error in runs:
             if (request := self._requests.get(number)) is None:
                 continue
-            prompt, sample = divmod(index, len(request.handles[0].completions))
-            handle = request.handles[prompt]
-            done = handle.completions[sample]
+            handle = touched[number] = request.handle
+            done = handle.completions[index]
             done.tokens += tokens
             done.logprobs += logprobs
             if top is not None:
@@ -250,17 +215,16 @@ class Remote:
             if reason is not None:
                 done.finish_reason, done.error = reason, error
             handle.take(Run(done, tokens, logprobs, reason is not None, handle, top))
-            touched[id(handle)] = handle
-            if reason is not None and request.done:
+            if handle.done:
                 del self._requests[number]
         tell(touched.values())
 
     def _on_taken(self, number: int) -> None:
-        if (request := self._requests.get(number)) is not None:
-            request.settle()
+        if (request := self._requests.get(number)) is not None and not request.taken.done():
+            request.taken.set_result(None)
 
-    def _on_refused(self, number: int, prompt: int, said: str) -> None:
-        self._end(number, Refused(prompt, said))
+    def _on_refused(self, number: int, said: str) -> None:
+        self._end(number, Refused(said))
 
     def _on_lost(self, number: int, said: str) -> None:
         self._end(number, DecodeError(said))

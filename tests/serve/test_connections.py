@@ -204,7 +204,10 @@ def test_while_nobody_reads_nothing_more_is_made_ready(served):
         await answer
 
     asyncio.run(ask())
-    assert sent[-1]["body"] == b"data: [DONE]\n\n" and len(sent) > 10
+    assert sent[-1]["body"] == b"data: [DONE]\n\n"
+    choices = [choice for one in sent[1:-1] for choice in json.loads(one["body"].removeprefix(b"data: "))["choices"]]
+    assert sorted(choice["index"] for choice in choices if choice["finish_reason"] == "length") == [0, 1, 2]
+    assert all(choice["text"] for choice in choices)
 
 
 def test_a_full_queue_says_when_to_try_again():

@@ -46,13 +46,13 @@ def generate(saved, tmp_path, monkeypatch, capfd):
 def prompts_given(monkeypatch):
     """The token ids of the prompts that the engine decoded."""
     given = []
-    original = decode_run.DecodeEngine._submit
+    original = decode_run.DecodeEngine.submit_all
 
-    def submit(self, prompts, *settings):
+    def submit(self, prompts, *asked, **settings):
         given.extend(self.requests.tokens(prompt, number) for number, prompt in enumerate(prompts))
-        return original(self, prompts, *settings)
+        return original(self, prompts, *asked, **settings)
 
-    monkeypatch.setattr(decode_run.DecodeEngine, "_submit", submit)
+    monkeypatch.setattr(decode_run.DecodeEngine, "submit_all", submit)
     return given
 
 
