@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import graphmod
 from graphmod import CUDAGraphModule, graph_layers
+from graphmod.check.cli import main as command
 from graphmod.errors import ConfigError
 from graphmod.trace import dispatch
 
@@ -282,24 +283,34 @@ number = 3
 """
 
 
-def ask(folder, *arguments):
-    (folder / "program.py").write_text(PROGRAM)
-    return finished(["-m", "graphmod.check", *arguments], folder)
+@pytest.fixture
+def ask(tmp_path, monkeypatch, capsys):
+    """`ask(*arguments)` is the command, in this process: its status, and what it said on each of the two outputs."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def asked(*arguments):
+        status = command([*arguments])
+        return status, *capsys.readouterr()
+
+    yield asked
+    sys.modules.pop("program", None)
 
 
 @pytest.mark.parametrize(
     ("arguments", "status"),
     [(["program:clean"], 0), (["program:reads"], 1), (["program:make"], 0)],
 )
-def test_the_exit_status_is_the_verdict(tmp_path, arguments, status):
-    done = ask(tmp_path, *arguments)
-    assert done.returncode == status, done.stderr
-    assert ("would stay eager" in done.stdout) == bool(status)
+def test_the_exit_status_is_the_verdict(ask, arguments, status):
+    returned, said, _ = ask(*arguments)
+    assert returned == status
+    assert ("would stay eager" in said) == bool(status)
 
 
 def test_json_stands_alone_on_the_standard_output(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
-    done = ask(tmp_path, "program:step", "--args", "program:arguments", "--json")
+    done = finished(["-m", "graphmod.check", "program:step", "--args", "program:arguments", "--json"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["captured"] is True
 
@@ -316,10 +327,10 @@ def test_json_stands_alone_on_the_standard_output(tmp_path):
         (["program:step", "--args", "program:clean"], "program:clean returned a Tensor; it must return a tuple"),
     ],
 )
-def test_what_cannot_be_asked_is_one_clear_sentence(tmp_path, arguments, words):
-    done = ask(tmp_path, *arguments)
-    lines = [line for line in done.stderr.splitlines() if not line.startswith("noise")]
-    assert done.returncode == 2 and len(lines) == 1 and words in lines[0], done.stderr
+def test_what_cannot_be_asked_is_one_clear_sentence(ask, arguments, words):
+    returned, _, said = ask(*arguments)
+    lines = [line for line in said.splitlines() if not line.startswith("noise")]
+    assert returned == 2 and len(lines) == 1 and words in lines[0], said
 
 
 # -- a training run ------------------------------------------------------------------------------------------------

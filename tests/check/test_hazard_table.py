@@ -53,6 +53,7 @@ def test_a_program_that_ends_its_process_is_one_cell(monkeypatch, tmp_path):
     server.end()
 
 
+@pytest.mark.slow
 def test_one_program_can_be_asked_for():
     done = finished([ROOT / "benchmarks/hazards.py", "--device", "cpu", "--only", "plain"], ROOT)
     assert done.returncode == 0, done.stderr

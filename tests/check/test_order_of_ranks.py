@@ -179,6 +179,7 @@ def test_the_command_starts_ranks_that_exchange_objects_and_makes_one_report(tmp
     assert "a line of the program" in err
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_the_others(tmp_path):
     status, out, err = command(tmp_path, "train:fails", "--ranks", "2")
     assert (status, out) == (2, "") and "error: rank 1: train:fails raised ValueError: no data at train.py:34" in err

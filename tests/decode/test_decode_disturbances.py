@@ -73,6 +73,7 @@ def test_a_stream_that_nobody_holds_ends_without_garbage_collection(device):
         gc.enable()
 
 
+@pytest.mark.slow
 def test_a_stream_may_be_left_when_the_interpreter_ends():
     program = """
 from decode_models import prompts_of, tiny_model

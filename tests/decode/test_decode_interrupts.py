@@ -254,6 +254,7 @@ time.sleep(0.05)
 """
 
 
+@pytest.mark.slow
 def test_a_daemon_thread_may_generate_when_the_interpreter_ends():
     folders = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "decode")])
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM]

@@ -264,6 +264,7 @@ def test_a_forked_child_leaves_the_gpu_to_its_parent(fake):
     assert fake.nothing_left()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mapped", [True, False])
 def test_a_process_ends_without_a_word(mapped):
     program = f"""

@@ -2,6 +2,7 @@
 
 from functools import lru_cache
 
+import pytest
 import torch
 from decode_models import VOCABULARY, tiny_model
 from hypothesis import HealthCheck, given, settings
@@ -33,6 +34,7 @@ def alone(device):
     return DecodeEngine(model(device), max_batch_size=1, max_seq_len=64, graphs=False)
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     requests=st.lists(request, min_size=1, max_size=9),

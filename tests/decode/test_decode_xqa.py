@@ -128,6 +128,7 @@ def test_the_kernel_is_given_what_it_takes(kernel, dtype):
     assert again.isfinite().all() and torch.equal(again[[0, 2, 3]], got[[0, 2, 3]])
 
 
+@pytest.mark.slow
 def test_compiled_steps_store_keys_in_place_and_convert_the_block_table_once(kernel):
     memory, table, context, query = filled(16, torch.device("cpu"), torch.bfloat16)
     memory.scratch["xqa"] = attention.xqa_scratch(memory, 8)

@@ -158,6 +158,7 @@ def test_a_compiler_takes_all_of_them(tuned):
     torch.testing.assert_close(result, expected, rtol=2**-6, atol=4e-2)
 
 
+@pytest.mark.slow
 def test_the_operations_are_there_for_who_compiles_alone():
     code = """
 from graphmod.fuse import inductor

@@ -95,6 +95,7 @@ def started(folder, *arguments):
         one.process.communicate()
 
 
+@pytest.mark.slow
 def test_after_a_kill_the_same_port_serves_again_and_sigterm_lets_what_runs_finish(saved):
     with started(saved, "serve.port=0") as killed, ThreadPoolExecutor(1) as pool:
         port, front = killed.port, killed.front()

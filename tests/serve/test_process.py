@@ -68,6 +68,7 @@ def test_the_key_is_no_argument(apart):
     assert apart.post("/v1/completions", {"prompt": "a"})[0] == 401
 
 
+@pytest.mark.slow
 def test_two_hundred_at_once_get_the_tokens_of_the_engine(apart, post):
     prompts = [[5 + number % 90, 6, 7 + number % 50] for number in range(200)]
     settings = [{"temperature": 0.9 if number % 2 else 0.0, "seed": number} for number in range(200)]
