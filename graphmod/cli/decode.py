@@ -120,7 +120,7 @@ def _say_shortened(count: int, asked: int, engine: DecodeEngine) -> None:
 
 def _stream(engine: DecodeEngine, config: GenerateConfig, prompt: Prompt, codec: Codec) -> int:
     """Prints one prompt and what follows, as it comes; of a chat the answer alone."""
-    (asked,) = engine.requests.sequences(0, prompt.asked, 1, config.sampling())
+    (asked,) = engine.requests.read([prompt.asked], 1, config.sampling(), {})
     ids = asked.completion.prompt
     if engine.config.graphs:
         if engine.config.compile is not CompileMode.none and engine.device.type == "cuda":

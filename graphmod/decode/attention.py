@@ -570,20 +570,11 @@ OWN = Implementation(None, None, False, lambda _: None)
 AUTO = (AttentionName.triton, AttentionName.flashinfer, AttentionName.sdpa)
 
 
-class Choice(NamedTuple):
-    """The attention of an engine.
-
-    Attributes:
-        implementation: registered with transformers.
-        measured_us: microseconds a layer of each that `fastest` compared, by the name of the setting; else empty.
-    """
-
-    implementation: Implementation
-    measured_us: dict[str, float]
-
-
-def choose(name: AttentionName, memory: PagedCache, max_seq_len: int, own_reason: str = "") -> Choice:
-    """The implementation a setting stands for; prepared, and registered with transformers.
+def choose(
+    name: AttentionName, memory: PagedCache, max_seq_len: int, own_reason: str = ""
+) -> tuple[Implementation, dict[str, float]]:
+    """The implementation a setting stands for, prepared and registered with transformers; and microseconds a layer of
+    each that `fastest` compared, by the name of the setting.
 
     Args:
         own_reason: why the model can only use its own attention; "" if it need not.
@@ -598,7 +589,7 @@ def choose(name: AttentionName, memory: PagedCache, max_seq_len: int, own_reason
     if own_reason or name is AttentionName.own:
         if own_reason:
             log.info("decode attention: the model's own, because %s", own_reason)
-        return Choice(OWN, measured)
+        return OWN, measured
     if name is AttentionName.auto:
         found = _first(AUTO, memory)
     elif name is AttentionName.fastest:
@@ -613,7 +604,7 @@ def choose(name: AttentionName, memory: PagedCache, max_seq_len: int, own_reason
             others = [*(other for other in others if other != name.value), AttentionName.own.value]
             raise ConfigError(f"attention={name.value} cannot be used: {reason}; use auto, or: {', '.join(others)}")
     found.register()
-    return Choice(found, measured)
+    return found, measured
 
 
 def reference(chosen: Implementation, memory: PagedCache) -> Implementation:

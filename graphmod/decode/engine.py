@@ -24,7 +24,7 @@ from graphmod.decode.cache import Offload, PagedCache
 from graphmod.decode.model import look_at, require_causal_lm
 from graphmod.decode.offload import unavailable as unavailable_fetch
 from graphmod.decode.prefill import Limits, PackedPrefill, PaddedPrefill, unavailable
-from graphmod.decode.requests import RequestReader, defaults_of, eos_ids
+from graphmod.decode.requests import RequestReader
 from graphmod.decode.scheduler import BlockAllocator, Scheduler
 from graphmod.decode.step import GREEDY, BatchState, BucketGraphs, DecodeStep, context_sizes
 from graphmod.decode.streams import EngineLoop, Handle, TokenStream
@@ -126,14 +126,11 @@ class DecodeEngine:
         )
         computed = packed.uncounted if packed else padded
         decoding(modules, compare_made_up, model, memory, state, computed, tokens, chosen)
-        defaults = defaults_of(model, config.generation_config)
-        self.requests = requests = RequestReader(
-            text.vocab_size, max_seq_len, eos_ids(model, codec), codec, positions, defaults
-        )
+        self.requests = requests = RequestReader(model, max_seq_len, codec, config.generation_config)
         first = FirstTokens(model, tokens, f"decode steps with {chosen.name or 'own attention'}")
         if graphs.compiler is not None:
             graphs.compiler.taken_over = first.await_again
-        self._traffic = Traffic(model, batch, memory, first, requests, config.keep_prefixes, config.frozen)
+        self._traffic = Traffic(model, batch, memory, first, requests, config)
         self._resume_seconds = 0.0
         self._loop: EngineLoop | None = None
         self._making_loop = threading.RLock()  # garbage collection may ask for it in between

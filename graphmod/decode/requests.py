@@ -8,7 +8,6 @@ likely token: a greedy request is refused then.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
@@ -155,7 +154,7 @@ def _seeded(each: list[Sampling], shared: bool) -> list[Sampling]:
     return [
         one
         if one.seed is not None and not shared
-        else dataclasses.replace(one, seed=prompt_seed(drawn if one.seed is None else one.seed, number))
+        else replace(one, seed=prompt_seed(drawn if one.seed is None else one.seed, number))
         for number, one in enumerate(each)
     ]
 
@@ -164,27 +163,25 @@ class RequestReader:
     """Checks requests and takes them apart.
 
     Args:
-        vocabulary: number of tokens.
+        model: that decodes.
         max_seq_len: of the engine.
-        eos: tokens that end a sequence unless it ignores them.
         codec: for prompts and stops that are text; None takes token ids only.
-        positions: of the model; None where it tells no number.
-        defaults: of requests that do not say how to choose tokens.
+        source: of the defaults of requests that do not say how to choose tokens.
+
+    Attributes:
+        vocabulary: number of tokens.
+        eos: tokens that end a sequence unless it ignores them.
+        defaults: of requests.
     """
 
     def __init__(
-        self,
-        vocabulary: int,
-        max_seq_len: int,
-        eos: list[int],
-        codec: Codec | None,
-        positions: int | None,
-        defaults: Defaults,
+        self, model: PreTrainedModel, max_seq_len: int, codec: Codec | None, source: GenerationConfigName
     ) -> None:
-        full = positions is not None and max_seq_len >= positions
+        text = model.config.get_text_config()
+        full = max_seq_len == getattr(text, "max_position_embeddings", None)
         self._way_out = ", since the model has no more positions" if full else ", or raise max_seq_len"
-        self.vocabulary, self.max_seq_len, self.eos, self.codec = vocabulary, max_seq_len, eos, codec
-        self.defaults = defaults
+        self.vocabulary, self.max_seq_len, self.codec = text.vocab_size, max_seq_len, codec
+        self.eos, self.defaults = eos_ids(model, codec), defaults_of(model, source)
 
     def tokens(self, prompt: Any, number: int) -> list[int]:
         """The token ids of a prompt.
@@ -279,7 +276,7 @@ class RequestReader:
                     "single settings are keyword arguments"
                 )
         try:
-            each = [dataclasses.replace(one, **settings) for one in each]
+            each = [replace(one, **settings) for one in each]
         except UnknownSetting as error:
             raise RequestError(str(error)) from None
         for one in each:
@@ -287,14 +284,11 @@ class RequestReader:
         each = [self.defaults.fill(one) for one in each]
         each = _seeded(each, shared=not isinstance(sampling, list) or "seed" in settings)
         asked = enumerate(zip(prompts, each, strict=True))
-        return [one for number, (prompt, own) in asked for one in self.sequences(number, prompt, n, own)]
+        return [one for number, (prompt, own) in asked for one in self._sequences(number, prompt, n, own)]
 
-    def sequences(self, number: int, prompt: Any, n: int, sampling: Sampling) -> list[Sequence]:
-        """The n samples of one request. Raises RequestError."""
+    def _sequences(self, number: int, prompt: Any, n: int, sampling: Sampling) -> list[Sequence]:
         if not isinstance(n, Integral) or isinstance(n, bool) or n < 1:
             raise RequestError(f"n must be an integer of at least 1, got {n!r}")
-        sampling.check()
-        sampling = self.defaults.fill(sampling)
         tokens = self.tokens(prompt, number)
         ids, sequences, texts = self.stops(sampling)
         limit = min(len(tokens) + sampling.max_new_tokens, self.max_seq_len)

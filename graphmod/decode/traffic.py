@@ -23,7 +23,7 @@ from graphmod.decode.cache import PagedCache
 from graphmod.decode.model import ModelWatch, WeightsWatch
 from graphmod.decode.requests import RequestReader
 from graphmod.decode.streams import Handle, tell
-from graphmod.decode.types import DecodeError, Run
+from graphmod.decode.types import DecodeError, EngineConfig, Run
 from graphmod.decode.verification import FirstTokens
 from graphmod.interrupts import Held
 from graphmod.text import completion_text
@@ -121,7 +121,7 @@ class Traffic:
         memory: the KV cache.
         first: compares the first tokens.
         requests: has the codec that makes the texts of completions.
-        keep_prefixes, frozen: see `EngineConfig`.
+        config: of the engine.
     """
 
     def __init__(
@@ -131,11 +131,10 @@ class Traffic:
         memory: PagedCache,
         first: FirstTokens,
         requests: RequestReader,
-        keep_prefixes: bool,
-        frozen: bool,
+        config: EngineConfig,
     ) -> None:
         self._model, self._batch, self._memory, self._first = model, batch, memory, first
-        self._requests, self._keep_prefixes, self._frozen = requests, keep_prefixes, frozen
+        self._requests, self._keep_prefixes, self._frozen = requests, config.keep_prefixes, config.frozen
         self._modules = list(model.modules())
         self._weights, self._watch = WeightsWatch(), ModelWatch(model)
         self._watched = False  # since before what is in the cache was computed

@@ -125,7 +125,7 @@ def test_what_cannot_be_prepared_is_no_candidate(usable, monkeypatch):
     usable("flashinfer")
     broken = IMPLEMENTATIONS[AttentionName.flashinfer]._replace(prepare=lambda _: "nvcc is missing")
     monkeypatch.setitem(IMPLEMENTATIONS, AttentionName.flashinfer, broken)
-    assert chosen("fastest").implementation is IMPLEMENTATIONS[AttentionName.sdpa]
+    assert chosen("fastest")[0] is IMPLEMENTATIONS[AttentionName.sdpa]
 
 
 def test_auto_measures_nothing_and_goes_by_its_order(usable, monkeypatch):
@@ -134,7 +134,7 @@ def test_auto_measures_nothing_and_goes_by_its_order(usable, monkeypatch):
         usable(*names)
         assert chosen("auto") == (IMPLEMENTATIONS[AttentionName(names[1])], {})
     usable("flex")
-    assert chosen("auto").implementation is IMPLEMENTATIONS[AttentionName.sdpa]
+    assert chosen("auto")[0] is IMPLEMENTATIONS[AttentionName.sdpa]
 
 
 @pytest.mark.parametrize("context", [0, 40, 128])
