@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from graphmod.fuse.kernels import can_start_early, early_launch
+from graphmod.fuse.kernels import can_start_early, early_launch, stages
 
 _MOST_PARTS = 64
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -153,13 +153,6 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@functools.cache
-def _stages(most: int, tile: int, device: torch.device) -> int:
-    """How many tiles of so many bytes may be on their way, as shared memory permits."""
-    properties = torch.cuda.get_device_properties(device)
-    return max(1, min(most, getattr(properties, "shared_memory_per_block_optin", 48 * 1024) // tile))
-
-
 def parts_of(rows: int, kv_heads: int, tiles: int, processors: int) -> int:
     """Into how many parts the tokens of a row are divided at most: a power of two, so that the GPU is full, and no part
     is much smaller than what it takes to add parts up."""
@@ -198,7 +191,7 @@ def attend(
     early = can_start_early(query.device)  # and the accelerator is there
     bulk = early and _comes_in_bulk(keys) and _comes_in_bulk(values)
     # The fastest of some 80 settings on an H200, for 1, 32 and 128 rows of Qwen3-0.6B's shape.
-    stages = _stages(2 if bulk or few else 3, tile * (head + value) * keys.itemsize, query.device)
+    tiles = stages(2 if bulk or few else 3, tile * (head + value) * keys.itemsize, query.device)
     out = query.new_empty((rows, 1, heads, value))
     results = query.new_empty((rows, heads, parts, value) if parts > 1 else 1, dtype=torch.float32)
     sums = query.new_empty((rows, heads, parts, 2) if parts > 1 else 1, dtype=torch.float32)
@@ -230,7 +223,7 @@ def attend(
         CAPPED=cap is not None,
         SINKS=sinks is not None,
         GROUP_ROWS=max(16, triton.next_power_of_2(group)),
-        STAGES=stages,
+        STAGES=tiles,
         EARLY=early,
         BULK=bulk,
         LATE=not few,

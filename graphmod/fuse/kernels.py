@@ -85,11 +85,10 @@ def prefetched(features: int, columns: int, parts: int, depth: int) -> int:
 
 
 @functools.cache
-def stages(rows: int, depth: int, device: torch.device) -> int:
-    """How many tiles of so many rows, of input and weight together, a multiprocessor has shared memory for."""
+def stages(most: int, tile: int, device: torch.device) -> int:
+    """How many tiles of so many bytes a multiprocessor has shared memory for, at most `most`."""
     properties = torch.cuda.get_device_properties(device)
-    room = getattr(properties, "shared_memory_per_block_optin", 48 * 1024)
-    return max(1, min(_MOST_STAGES, room // (2 * depth * rows)))
+    return max(1, min(most, getattr(properties, "shared_memory_per_block_optin", 48 * 1024) // tile))
 
 
 # -- products of one row -----------------------------------------------------------------------------------------------
@@ -262,7 +261,7 @@ def multiply_batch(
         ROWS=rows,
         OUT=_OUT,
         DEPTH=_DEPTH,
-        STAGES=stages(rows + _OUT, _DEPTH, x.device),
+        STAGES=stages(_MOST_STAGES, 2 * _DEPTH * (rows + _OUT), x.device),
         EARLY=early,
         PREFETCHED=prefetched(features, sum(widths), parts, _DEPTH),
         GATED=gated,
@@ -345,7 +344,7 @@ def multiply_bulk(x: Tensor, weights: list[Tensor], widths: list[int], outs: lis
         ROWS=_BULK_ROWS,
         OUT=_BULK_OUT,
         DEPTH=_DEPTH,
-        STAGES=stages(_BULK_ROWS + _BULK_OUT, _DEPTH, x.device),
+        STAGES=stages(_MOST_STAGES, 2 * _DEPTH * (_BULK_ROWS + _BULK_OUT), x.device),
         PREFETCHED=prefetched(features, sum(widths), parts, _DEPTH),
         num_warps=_WARPS,
         **early_launch(True),
