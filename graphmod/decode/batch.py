@@ -153,8 +153,8 @@ class ContinuousBatch:
         if not planned:
             return
         logits, planned = self._prefilled(planned)
-        self.prompt_tokens += sum(part.end - part.start for part in planned)
-        joining = [part.sequence for part in planned if part.last]
+        self.prompt_tokens += sum(len(piece.tokens) for _, piece in planned)
+        joining = [sequence for sequence, piece in planned if piece.last]
         if not joining:
             return
         first = scheduler.join(joining)
@@ -165,19 +165,18 @@ class ContinuousBatch:
 
     def _prefilled(self, planned: list[Planned]) -> tuple[Tensor, list[Planned]]:
         """The logits after those parts that are the last of their prompts, and the parts in the order of these."""
-        scored = [part for part in planned if part.sequence.sampling.prompt_logprobs]
+        scored = [one for one in planned if one[1].targets is not None]
+        others = [one for one in planned if one[1].targets is None]
         if not scored:
-            return self._prefill([part.piece() for part in planned]), planned
+            return self._prefill([piece for _, piece in planned]), planned
         # First, since they read nothing that others write: all of their prompts is computed.
-        found, scores = self._prefill.scored([part.piece() for part in scored])
+        found, scores = self._prefill.scored([piece for _, piece in scored])
         scores, begin = scores.on_host(), 0
-        for part in scored:
-            count = part.end - part.start
-            part.sequence.scores.append(scores.part(begin, count))
-            begin += count
-        others = [part for part in planned if not part.sequence.sampling.prompt_logprobs]
+        for sequence, piece in scored:
+            sequence.scores.append(scores.part(begin, len(piece.tokens)))
+            begin += len(piece.tokens)
         if others:
-            found = torch.cat((found, self._prefill([part.piece() for part in others])))
+            found = torch.cat((found, self._prefill([piece for _, piece in others])))
         return found, [*scored, *others]
 
     def _launch(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from graphmod.decode.prefill import Limits, Piece, Scores
 from graphmod.decode.step import FILTERED, GREEDY, PLAIN, TOP, RowValues
@@ -232,6 +232,13 @@ class Sequence:
             return True
         return self.stop_texts is not None and self.stop_texts.met(token)
 
+    def piece(self, start: int, end: int) -> Piece:
+        """A part of its prompt."""
+        last, targets = end == len(self.prompt), None
+        if self.sampling.prompt_logprobs:
+            targets = [*self.prompt[start + 1 : end + 1], *[0] * last]
+        return Piece(self.prompt[start:end], start, self.blocks, last, targets)
+
     def row_values(self) -> RowValues:
         """What its row holds when it joins: the last token of its prompt, as if a decode step were to be given it."""
         return RowValues(
@@ -242,30 +249,8 @@ class Sequence:
         )
 
 
-class Planned(NamedTuple):
-    """Part of a prompt that is prefilled next.
-
-    Attributes:
-        sequence: whose prompt.
-        start, end: which of its tokens.
-    """
-
-    sequence: Sequence
-    start: int
-    end: int
-
-    @property
-    def last(self) -> bool:
-        """Whether the prompt ends with it."""
-        return self.end == len(self.sequence.prompt)
-
-    def piece(self) -> Piece:
-        """The same for who knows no sequences."""
-        sequence, prompt = self.sequence, self.sequence.prompt
-        targets = None
-        if sequence.sampling.prompt_logprobs:
-            targets = [*prompt[self.start + 1 : self.end + 1], *[0] * self.last]
-        return Piece(prompt[self.start : self.end], self.start, sequence.blocks, self.last, targets)
+Planned = tuple[Sequence, Piece]
+"""A sequence, and the part of its prompt that is prefilled next."""
 
 
 class Scheduler:
@@ -338,7 +323,7 @@ class Scheduler:
         end = min(end, begin + limits.scored) if scored else end
         if end <= begin:
             return limits
-        planned.append(Planned(sequence, begin, end))
+        planned.append((sequence, sequence.piece(begin, end)))
         sequence.stored = end
         if sequence.epoch == self.allocator.epoch:
             self.allocator.know(sequence.prompt[:end], sequence.blocks)
