@@ -247,11 +247,35 @@ class Attends(Protocol):
     layer_idx: int
 
 
-class CacheView(Cache):
-    """What a decode step with an attention of this package sees of the cache.
+class StoringView(Cache):
+    """What a model sees of the cache whose attention reads it by itself: `update` only stores. The model is called with
+    it twice: as `past_key_values`, and as the keyword `cache_view`, which transformers hands on to attention functions.
 
-    Its `update` only stores; the attention functions read the cache through the block table. The model is called with
-    it twice: as `past_key_values`, and as the keyword `cache_view`, which transformers hands on to them.
+    Args:
+        memory: the cache.
+        slots: (tokens of this call,) int64, where they are stored.
+
+    Attributes:
+        shared: what an attention function computes once for all layers of one rule.
+    """
+
+    def __init__(self, memory: PagedCache, slots: Tensor) -> None:
+        super().__init__(layers=[])
+        self.memory = memory
+        self.places = slots // memory.block_size, slots % memory.block_size
+        self.shared: dict[Any, Any] = {}
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
+        """Stores the new keys and values; returns them as they are."""
+        self.memory.write(layer_idx, self.places, key_states, value_states)
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        raise DecodeError("this model asks how many tokens are in the cache instead of taking position_ids")
+
+
+class CacheView(StoringView):
+    """What a decode step with an attention of this package sees of the cache, which that reads through the block table.
 
     Args:
         memory: the cache.
@@ -264,23 +288,16 @@ class CacheView(Cache):
     def __init__(
         self, memory: PagedCache, slots: Tensor, block_table: Tensor, context: Tensor, visited: int | None
     ) -> None:
-        super().__init__(layers=[])
-        self.memory, self.block_table = memory, block_table
-        self.places = slots // memory.block_size, slots % memory.block_size
-        self.context, self.visited = context, visited
-        self.shared: dict[Any, Any] = {}  # what an attention function computes once for all layers of one rule
+        super().__init__(memory, slots)
+        self.block_table, self.context, self.visited = block_table, context, visited
         self._passage = memory.passage()
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
-        """Stores the new keys and values; returns them as they are."""
+        """Stores the new keys and values, near by too; returns them as they are."""
         if self._passage is not None:
             self._passage.reach(layer_idx)
             self.memory.write_near(layer_idx, self.places, key_states, value_states)
-        self.memory.write(layer_idx, self.places, key_states, value_states)
-        return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        raise DecodeError("this model asks how many tokens are in the cache instead of taking position_ids")
+        return super().update(key_states, value_states, layer_idx)
 
 
 class GatheredView(Cache):

@@ -19,15 +19,14 @@ from torch import Tensor, library, nn
 from torch.nn.functional import scaled_dot_product_attention
 from tqdm import tqdm
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from graphmod.attention import attention, takes
 from graphmod.config import CUDAGraphConfig
-from graphmod.decode.cache import NULL_BLOCK, Attends, GatheredView, Layer, PagedCache, slot_mapping
+from graphmod.decode.cache import NULL_BLOCK, Attends, GatheredView, Layer, PagedCache, StoringView, slot_mapping
 from graphmod.decode.model import positions, step_arguments
 from graphmod.decode.step import counters, free_memory, most_likely
-from graphmod.decode.types import BucketStats, DecodeError
+from graphmod.decode.types import BucketStats
 from graphmod.torch_private import flash_attention
 from graphmod.wrap.extension import Group, mark_static
 from graphmod.wrap.module import CUDAGraphModule
@@ -225,8 +224,8 @@ class PackedBuffer:
         tensor.copy_(host.pin_memory() if tensor.is_cuda else host, non_blocking=True)
 
 
-class PackedView(Cache):
-    """What a model sees of the cache: `update` only stores, and the attention reads through `packed`.
+class PackedView(StoringView):
+    """What a model sees of the cache, whose attention reads through `packed`.
 
     Args:
         memory: the cache.
@@ -234,19 +233,8 @@ class PackedView(Cache):
     """
 
     def __init__(self, memory: PagedCache, packed: Packed) -> None:
-        super().__init__(layers=[])
-        self.memory, self.packed = memory, packed
-        slots = packed.tokens[SLOT]
-        self.places = slots // memory.block_size, slots % memory.block_size
-        self.shared: dict[Any, Any] = {}  # what the attention computes once for all layers of one rule
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
-        """Stores the new keys and values; returns them as they are."""
-        self.memory.write(layer_idx, self.places, key_states, value_states)
-        return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        raise DecodeError("this model asks how many tokens are in the cache instead of taking position_ids")
+        super().__init__(memory, packed.tokens[SLOT])
+        self.packed = packed
 
 
 @functools.cache
