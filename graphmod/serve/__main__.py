@@ -34,8 +34,8 @@ def main(numbers: list[str]) -> None:
         return codec
 
     front = Front(ServeSettings(**given["settings"]), given["name"], load, listening, work, control)
-    front.server.start()
-    front.server.join()
+    front.start()
+    front.join()
     sys.stderr.flush()
     os._exit(0)  # a thread may still be at work for a client that is gone
 

@@ -118,7 +118,6 @@ class Asked:
         score: tell log-probabilities.
         token_ids: tell the ids of the prompt and of the generated tokens.
         as_ids: tell them in the place of the texts of tokens.
-        stream: whether it is streamed.
         usage, usage_each: whether a stream ends with the number of tokens, and whether each event has that so far.
     """
 
@@ -133,7 +132,6 @@ class Asked:
     score: bool
     token_ids: bool
     as_ids: bool
-    stream: bool
     usage: bool
     usage_each: bool
 
@@ -143,17 +141,26 @@ class Asked:
         return len(self.prompts) * self.n
 
 
-def _asked(
-    request: ChatRequest | CompletionRequest,
-    prompts: list,
-    field: str,
-    most: int,
-    *,
-    score: bool,
-    top: int,
-    echo: bool = False,
-    texts: list[str] | None = None,
-) -> Asked:
+def asked_of(request: ChatRequest | CompletionRequest, codec: Codec, default_tokens: int) -> Asked:
+    """What a request asks for. Tokenizes.
+
+    Args:
+        default_tokens: of a chat's answer where the request does not say how many.
+
+    Raises:
+        ApiError: there is no chat template, or it refuses the messages.
+    """
+    texts: list[str] | None = None
+    if isinstance(request, CompletionRequest):
+        field, score, top = "prompt", request.logprobs is not None, request.logprobs or 0
+        most = _DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+        prompts = [codec.encode(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompt]
+        texts = [one for one in request.prompt if isinstance(one, str)] or None
+    else:
+        field, score, top = "messages", bool(request.logprobs), request.top_logprobs or 0
+        most = request.max_completion_tokens or request.max_tokens or default_tokens
+        prompts = [_chat(request, codec)]
+    echo = isinstance(request, CompletionRequest) and bool(request.echo)
     temperature, top_k, top_p = request.temperature, request.top_k, request.top_p  # None is the engine's default
     stops, options = request.stop or [], request.stream_options or StreamOptions()
     common = Sampling(
@@ -179,34 +186,12 @@ def _asked(
         score=score,
         token_ids=bool(request.return_token_ids),
         as_ids=bool(request.return_tokens_as_token_ids),
-        stream=bool(request.stream),
         usage=bool(options.include_usage),
         usage_each=bool(options.continuous_usage_stats),
     )
 
 
-def asked_of(request: ChatRequest | CompletionRequest, codec: Codec, default_tokens: int) -> Asked:
-    """What a request asks for. Tokenizes.
-
-    Args:
-        default_tokens: of a chat's answer where the request does not say how many.
-
-    Raises:
-        ApiError: there is no chat template, or it refuses the messages.
-    """
-    if isinstance(request, CompletionRequest):
-        most = _DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
-        prompts = [codec.encode(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompt]
-        return _asked(
-            request,
-            prompts,
-            "prompt",
-            most,
-            score=request.logprobs is not None,
-            top=request.logprobs or 0,
-            echo=bool(request.echo),
-            texts=[one for one in request.prompt if isinstance(one, str)] or None,
-        )
+def _chat(request: ChatRequest, codec: Codec) -> list[int]:
     if not isinstance(codec, TokenizerCodec) or not codec.tokenizer.chat_template:
         raise ApiError(
             400,
@@ -217,11 +202,9 @@ def asked_of(request: ChatRequest | CompletionRequest, codec: Codec, default_tok
         )
     messages: Any = request.messages  # dicts, as they were sent
     try:
-        prompt = codec.encode_as_is(codec.chat(messages))
+        return codec.encode_as_is(codec.chat(messages))
     except ChatError as error:
         raise ApiError(400, str(error), error.field) from None
-    most = request.max_completion_tokens or request.max_tokens or default_tokens
-    return _asked(request, [prompt], "messages", most, score=bool(request.logprobs), top=request.top_logprobs or 0)
 
 
 _LEAST = -9999.0  # of log-probabilities, since JSON has no infinity

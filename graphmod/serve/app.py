@@ -35,7 +35,6 @@ from graphmod.serve.api import (
     CompletionForm,
     Form,
     Piece,
-    Scored,
     Scorer,
     asked_of,
     refused,
@@ -354,21 +353,16 @@ class Exchange:
     async def _whole(self, work: Work) -> dict[str, Any]:
         form, asked = self._form, work.asked
         await work.taken()
-        texts: list[list[str]] = [[] for _ in range(asked.samples)]
-        scored: list[list[Scored]] = [[] for _ in texts]
-        tokens: list[list[int]] = [[] for _ in texts]
-        reasons: list[str | None] = [None for _ in texts]
+        found: list[list[Part]] = [[] for _ in range(asked.samples)]
         async with contextlib.aclosing(work.parts()) as parts:
             async for part in parts:
-                texts[part.index].append(part.piece.text)
-                scored[part.index] += part.piece.scored
-                tokens[part.index] += part.tokens
-                reasons[part.index] = part.finish_reason
+                found[part.index].append(part)
         choices = []
-        for index, text in enumerate(texts):
-            made = form.whole(Piece("".join(text), scored[index]), asked)
-            ids = form.ids(asked, index, tokens[index], first=True)
-            choices.append({"index": index, **made, "finish_reason": reasons[index], **ids})
+        for index, own in enumerate(found):
+            piece = Piece("".join(one.piece.text for one in own), [s for one in own for s in one.piece.scored])
+            tokens = [token for one in own for token in one.tokens]
+            part = Part(index, piece, tokens, own[-1].finish_reason, True)
+            choices.append(self._choice(part, form.whole(piece, asked), asked))
         head = form.head(self._service.name, streamed=False) | form.head_ids(asked)
         return {**head, "choices": choices, "usage": usage(work.prompt_tokens, work.tokens)}
 
@@ -386,12 +380,11 @@ class Exchange:
         async with contextlib.aclosing(work.parts()) as parts:
             async for part in parts:
                 if part.piece.text or part.piece.scored or part.finish_reason or asked.token_ids:
-                    yield event([self._choice(part, asked)])
+                    yield event([self._choice(part, form.chunk(part.piece, asked), asked)])
         if asked.usage:
             yield event([], counts=True)
 
-    def _choice(self, part: Part, asked: Asked) -> dict[str, Any]:
-        made = self._form.chunk(part.piece, asked)
+    def _choice(self, part: Part, made: dict[str, Any], asked: Asked) -> dict[str, Any]:
         ids = self._form.ids(asked, part.index, part.tokens, part.first)
         return {"index": part.index, **made, "finish_reason": part.finish_reason, **ids}
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -64,49 +65,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
 
-class HttpServer:
-    """Answers on a socket until it is stopped.
-
-    Args:
-        app: that answers.
-        listening: the socket, which it closes in the end.
-    """
-
-    def __init__(self, app: Starlette, listening: socket.socket) -> None:
-        config = uvicorn.Config(
-            app,
-            http=BoundedProtocol,
-            lifespan="on",
-            access_log=False,
-            log_config=None,
-            log_level="error",
-            server_header=False,
-            timeout_graceful_shutdown=_LAST_WORDS,
-        )
-        self._server, self._socket = uvicorn.Server(config), listening
-        self._thread = threading.Thread(target=self._work, name="graphmod-http", daemon=True)
-
-    def start(self) -> None:
-        """Returns once it answers."""
-        self._thread.start()
-        while not self._server.started and self._thread.is_alive():
-            time.sleep(0.01)
-
-    def stop(self) -> None:
-        """Listens no more, at once, so that another server may; what is ready to be sent is sent. Called by its own
-        thread."""
-        for listener in getattr(self._server, "servers", ()):
-            listener.close()
-        self._server.should_exit = True
-
-    def join(self, timeout: float | None = None) -> None:
-        """Waits until it has stopped."""
-        self._thread.join(timeout)
-
-    def _work(self) -> None:
-        self._server.run(sockets=[self._socket])
-
-
 class Front:
     """Answers until the process of the engine ends it, or is gone.
 
@@ -114,7 +72,7 @@ class Front:
         settings: of the server.
         name: of the model.
         load: makes the codec, meanwhile requests are refused.
-        listening: the socket to answer on.
+        listening: the socket to answer on, which it closes in the end.
         work, control: to the thread that steps the engine, and to the main thread there: to `Host`.
     """
 
@@ -130,10 +88,32 @@ class Front:
         self.engine = Remote(self._lost, self._told)
         self.service = Service(settings, name, self.engine)
         self.app = make_app(self.service, self._alive)
-        self.server = HttpServer(self.app, listening)
+        config = uvicorn.Config(
+            self.app,
+            http=BoundedProtocol,
+            lifespan="on",
+            access_log=False,
+            log_config=None,
+            log_level="error",
+            server_header=False,
+            timeout_graceful_shutdown=_LAST_WORDS,
+        )
+        self._server = uvicorn.Server(config)
+        run = partial(self._server.run, sockets=[listening])
+        self._thread = threading.Thread(target=run, name="graphmod-http", daemon=True)
         self._load, self._lines = load, (work, control)
         self._began = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Returns once it answers."""
+        self._thread.start()
+        while not self._server.started and self._thread.is_alive():
+            time.sleep(0.01)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Waits until it has stopped."""
+        self._thread.join(timeout)
 
     @asynccontextmanager
     async def _alive(self, _: Starlette) -> AsyncIterator[None]:
@@ -182,4 +162,7 @@ class Front:
             self._do(self._count())
 
     def _lost(self) -> None:
-        self.server.stop()
+        """Listens no more, at once, so that another server may; what is ready to be sent is sent."""
+        for listener in getattr(self._server, "servers", ()):
+            listener.close()
+        self._server.should_exit = True

@@ -81,7 +81,7 @@ class Served:
 
     def start(self):
         """From now on it answers, that the model is being loaded."""
-        self.front.server.start()
+        self.front.start()
 
     def __enter__(self):
         self.start()
@@ -110,7 +110,7 @@ class Served:
         self._end_front()
 
     def _end_front(self):
-        self.front.server.join(10)
+        self.front.join(10)
 
     def client(self, key="none", **settings):
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, **{"max_retries": 0, "timeout": 60} | settings)
