@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from graphmod.check.order import Divergence
 from graphmod.step.log import cause_of, ranges
@@ -199,38 +200,14 @@ class Report:
             found = _LINE.fullmatch(line) if line else None
             return {**found.groupdict(), "line": int(found["line"])} if found else None
 
-        def told(findings: list[Finding]) -> list[dict]:
-            return [{**asdict(one), "user": place(one.user), "library": place(one.library)} for one in findings]
-
-        guarded = [
-            {
-                **asdict(one),
-                "values": [{"name": name, "value": value, "read": place(where)} for name, value, where in one.values],
-            }
-            for one in self.guarded
-        ]
-        found = {"name": self.name, "captured": self.captured, "device": self.device, "operations": self.operations}
-        return json.dumps(
-            {
-                **found,
-                "parts": self.parts,
-                "hazards": told(self.hazards),
-                "on_gpu": told(self.on_gpu),
-                "guarded": guarded,
-                "collectives": self.collectives,
-                "stopped": self.stopped,
-                "divergences": [
-                    {
-                        "after": one.after,
-                        "stands": [
-                            {**asdict(stand), "place": place(stand.place) or stand.place} for stand in one.stands
-                        ],
-                    }
-                    for one in self.divergences
-                ],
-            },
-            indent=2,
-        )
+        told: dict[str, Any] = {"name": self.name, "captured": self.captured, **asdict(self)}
+        for one in (*told["hazards"], *told["on_gpu"]):
+            one |= {"user": place(one["user"]), "library": place(one["library"])}
+        for one in told["guarded"]:
+            one["values"] = [{"name": name, "value": value, "read": place(at)} for name, value, at in one["values"]]
+        for stand in (stand for one in told["divergences"] for stand in one["stands"]):
+            stand["place"] = place(stand["place"]) or stand["place"]
+        return json.dumps(told, indent=2)
 
 
 def merged(findings: list[Finding]) -> list[Finding]:
