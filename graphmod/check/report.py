@@ -16,6 +16,7 @@ from graphmod.step.log import cause_of, ranges
 from graphmod.words import counted, ranks_in_words
 
 _LINE = re.compile(r"(?P<file>.*):(?P<line>\d+) in (?P<function>.*)")
+_BY_WAY = ", by way of "  # between the user's line and the library's
 _WIDTH = 110
 _FOLLOWS = (
     ("draws from a generator whose state was set inside", "seeds a random generator"),
@@ -204,7 +205,10 @@ class Report:
         for one in (*told["hazards"], *told["on_gpu"]):
             one |= {"user": place(one["user"]), "library": place(one["library"])}
         for one in told["guarded"]:
-            one["values"] = [{"name": name, "value": value, "read": place(at)} for name, value, at in one["values"]]
+            one["values"] = [
+                {"name": name, "value": value, "read": place(at.partition(_BY_WAY)[0])}
+                for name, value, at in one["values"]
+            ]
         for stand in (stand for one in told["divergences"] for stand in one["stands"]):
             stand["place"] = place(stand["place"]) or stand["place"]
         return json.dumps(told, indent=2)
@@ -251,7 +255,10 @@ def of_all_ranks(reports: list[Report]) -> Report:
 
 
 def shortened(line: str) -> str:
-    """A line whose file is named from the current folder, or from where packages are installed."""
+    """A line whose file is named from the current folder, or from where packages are installed; also with the library's
+    line behind it."""
+    if _BY_WAY in line:
+        return _BY_WAY.join(map(shortened, line.split(_BY_WAY)))
     match = _LINE.fullmatch(line)
     if match is None:
         return line

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import graphmod
 from graphmod import CUDAGraphModule, graph_layers
 from graphmod.check.cli import main as command
+from graphmod.check.report import shortened
 from graphmod.errors import ConfigError
 from graphmod.trace import dispatch
 
@@ -415,6 +416,14 @@ def test_a_short_report_only_counts_what_nobody_sets():
     report = graphmod.check(whole_step()[0], X)
     assert "(a verbose report lists them)" in str(report) and "by address" not in str(report)
     assert "4 parameters (by address, shape and strides)" in report.describe(verbose=True)
+
+
+def test_who_reads_a_value_by_way_of_a_library_is_told_with_his_own_line():
+    report = graphmod.check(whole_step()[0], X)
+    line = line_with("adam.step()")
+    assert f"read at {shortened(f'{__file__}:{line} in step')}, by way of torch/optim/" in report.describe(verbose=True)
+    read = [one["read"] for guarded in json.loads(report.to_json())["guarded"] for one in guarded["values"]]
+    assert {"file": __file__, "line": line, "function": "step"} in read
 
 
 def test_a_check_never_names_what_watches_it(device):
