@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from graphmod.check.order import Divergence
-from graphmod.step.log import cause_of, ranges
 from graphmod.words import counted, ranks_in_words
 
 _LINE = re.compile(r"(?P<file>.*):(?P<line>\d+) in (?P<function>.*)")
@@ -67,7 +66,7 @@ class Finding:
         if self.count > 1:
             notes.append(f"{self.count} times")
         if self.parts:
-            notes.append("in " + ranges(self.parts))
+            notes.append("in " + _ranges(self.parts))
         if self.ranks:
             every = len(self.ranks) == of_ranks
             notes.append("on all ranks" if every else f"on {ranks_in_words(self.ranks)} only")
@@ -149,7 +148,7 @@ class Report:
     def describe(self, verbose: bool = False) -> str:
         """The report in words; `verbose` lists each guarded value with the line that reads it."""
         ranks = len(self.collectives)
-        what = f"{self.name!r}" + (f" ({ranges(self.parts)})" if self.parts else "")
+        what = f"{self.name!r}" + (f" ({_ranges(self.parts)})" if self.parts else "")
         reasons = [counted(len(self.hazards), "hazard")] if self.hazards else []
         reasons += ["its ranks diverge"] if self.divergences else []
         verdict = f"would stay eager: {', and '.join(reasons)}"
@@ -239,6 +238,8 @@ def of_all_ranks(reports: list[Report]) -> Report:
     What else it tells (operations, what is guarded) is that of the first rank.
     """
 
+    from graphmod.step.log import cause_of
+
     def joined(of_ranks: Iterable[list[Finding]]) -> list[Finding]:
         found: dict[tuple, Finding] = {}
         for rank, findings in enumerate(of_ranks):
@@ -252,6 +253,12 @@ def of_all_ranks(reports: list[Report]) -> Report:
     first.hazards = joined(one.hazards for one in reports)
     first.on_gpu = joined(one.on_gpu for one in reports)
     return first
+
+
+def _ranges(names: list[str]) -> str:
+    from graphmod.step.log import ranges  # loads PyTorch, which whoever has a report to tell has done
+
+    return ranges(names)
 
 
 def shortened(line: str) -> str:
