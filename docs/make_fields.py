@@ -4,14 +4,82 @@ python docs/make_fields.py            # writes the tables
 python docs/make_fields.py --check    # exit status 1 if they are not up to date
 """
 
+import json
 import re
 import sys
+import typing
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
-from graphmod.serve.schema import ChatRequest, CompletionRequest, Known, known_fields
+from graphmod.serve.schema import ChatRequest, CompletionRequest, Object
 
 PAGE = Path(__file__).resolve().parent / "serve.md"
 BEGIN, END = "<!-- fields -->", "<!-- end fields -->"
+# What is in fields that are refused or ignored with all that they hold.
+WITHIN = {
+    "audio": "format voice voice.id",
+    "custom": "name input",
+    "file": "file_data file_id filename",
+    "function_call": "name",
+    "functions": "name description parameters",
+    "image_url": "url detail",
+    "input_audio": "data format",
+    "json_schema": "name description schema strict",
+    "messages.audio": "id",
+    "moderation": "model policy policy.input policy.input.mode policy.output policy.output.mode",
+    "prompt_cache_breakpoint": "mode ttl",
+    "prompt_cache_options": "mode ttl",
+    "prediction": "type content content.type content.text content.prompt_cache_breakpoint "
+    "content.prompt_cache_breakpoint.mode content.prompt_cache_breakpoint.ttl",
+    "repetition_detection": "max_pattern_size min_pattern_size min_count",
+    "structured_outputs": "json regex choice grammar json_object disable_any_whitespace disable_additional_properties "
+    "whitespace_pattern structural_tag",
+    "tool_choice": "type function function.name custom custom.name allowed_tools allowed_tools.mode "
+    "allowed_tools.tools",
+    "tools": "type defer_loading function function.name function.description function.parameters function.strict "
+    "function.defer_loading custom custom.name custom.description custom.format custom.format.type "
+    "custom.format.grammar custom.format.grammar.definition custom.format.grammar.syntax",
+    "web_search_options": "search_context_size user_location user_location.type user_location.approximate "
+    "user_location.approximate.city user_location.approximate.country user_location.approximate.region "
+    "user_location.approximate.timezone",
+}
+
+
+class Known(NamedTuple):
+    """A field.
+
+    Attributes:
+        path: to it; of a field in an object, also of one in a list, `messages.role`.
+        state: `supported`, `ignored` or `refused`.
+        said: what it means; of one that is refused, the values that are taken, as JSON.
+    """
+
+    path: str
+    state: Literal["supported", "ignored", "refused"]
+    said: str | tuple[str, ...]
+
+
+def known_fields(kind: type[Object], before: str = "") -> Iterator[Known]:
+    """The fields of an object, and of those in it."""
+    for name, field in kind.model_fields.items():
+        yield Known(before + name, "supported", field.description or "")
+        for inner in _objects(field.annotation):
+            yield from known_fields(inner, f"{before}{name}.")
+    for name, state, values in (
+        *((name, "refused", values) for name, values in kind.refused.items()),
+        *((name, "ignored", ()) for name in kind.ignored),
+    ):
+        yield Known(before + name, state, tuple(map(json.dumps, values)))
+        for one in WITHIN.get(before + name, WITHIN.get(name, "")).split():
+            yield Known(f"{before}{name}.{one}", state, ())
+
+
+def _objects(annotation: Any) -> Iterator[type[Object]]:
+    if isinstance(annotation, type) and issubclass(annotation, Object):
+        yield annotation
+    for one in typing.get_args(annotation):
+        yield from _objects(one)
 
 
 def rows(state: str) -> dict[Known, str]:

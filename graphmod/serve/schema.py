@@ -7,11 +7,8 @@ same as leaving a field out; one that is in no list here is refused with the nam
 
 from __future__ import annotations
 
-import json
-import typing
-from collections.abc import Iterator
 from difflib import get_close_matches
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WrapValidator, model_validator
 from pydantic_core import PydanticCustomError
@@ -85,34 +82,6 @@ _REFUSED_IN_CHATS = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-# What is in fields that are refused or ignored with all that they hold.
-_WITHIN = {
-    "audio": "format voice voice.id",
-    "custom": "name input",
-    "file": "file_data file_id filename",
-    "function_call": "name",
-    "functions": "name description parameters",
-    "image_url": "url detail",
-    "input_audio": "data format",
-    "json_schema": "name description schema strict",
-    "messages.audio": "id",
-    "moderation": "model policy policy.input policy.input.mode policy.output policy.output.mode",
-    "prompt_cache_breakpoint": "mode ttl",
-    "prompt_cache_options": "mode ttl",
-    "prediction": "type content content.type content.text content.prompt_cache_breakpoint "
-    "content.prompt_cache_breakpoint.mode content.prompt_cache_breakpoint.ttl",
-    "repetition_detection": "max_pattern_size min_pattern_size min_count",
-    "structured_outputs": "json regex choice grammar json_object disable_any_whitespace disable_additional_properties "
-    "whitespace_pattern structural_tag",
-    "tool_choice": "type function function.name custom custom.name allowed_tools allowed_tools.mode "
-    "allowed_tools.tools",
-    "tools": "type defer_loading function function.name function.description function.parameters function.strict "
-    "function.defer_loading custom custom.name custom.description custom.format custom.format.type "
-    "custom.format.grammar custom.format.grammar.definition custom.format.grammar.syntax",
-    "web_search_options": "search_context_size user_location user_location.type user_location.approximate "
-    "user_location.approximate.city user_location.approximate.country user_location.approximate.region "
-    "user_location.approximate.timezone",
-}
 
 
 def _refusal(kind: Literal["unsupported_field", "unknown_field"], said: str, field: str = "") -> PydanticCustomError:
@@ -125,7 +94,7 @@ def _same(value: Any, other: Any) -> bool:
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
-class _Object(BaseModel):
+class Object(BaseModel):
     """An object of JSON.
 
     Attributes:
@@ -204,7 +173,7 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 
-class StreamOptions(_Object):
+class StreamOptions(Object):
     """What else a stream tells."""
 
     refused = {"include_obfuscation": (False,)}
@@ -213,7 +182,7 @@ class StreamOptions(_Object):
     continuous_usage_stats: bool | None = Field(None, description="tell with each event how many there are so far")
 
 
-class ResponseFormat(_Object):
+class ResponseFormat(Object):
     """The form of an answer."""
 
     refused = {"json_schema": (), "format": (), "structures": (), "triggers": ()}
@@ -221,7 +190,7 @@ class ResponseFormat(_Object):
     type: Literal["text"] = Field("text", description="`text` alone")
 
 
-class _Request(_Object):
+class _Request(Object):
     """What both kinds of requests may say."""
 
     ignored = _IGNORED
@@ -275,7 +244,7 @@ class _Request(_Object):
         return self
 
 
-class ToolFunction(_Object):
+class ToolFunction(Object):
     """What an assistant called."""
 
     name: str | None = None
@@ -284,7 +253,7 @@ class ToolFunction(_Object):
     )
 
 
-class ToolCall(_Object):
+class ToolCall(Object):
     """A call of a tool that an assistant made."""
 
     refused = {"custom": ()}
@@ -295,7 +264,7 @@ class ToolCall(_Object):
     function: ToolFunction | None = None
 
 
-class Part(_Object):
+class Part(Object):
     """A part of the content of a message."""
 
     ignored = ("prompt_cache_breakpoint", "cache_control")
@@ -311,7 +280,7 @@ class Part(_Object):
     text: str
 
 
-class Message(_Object):
+class Message(Object):
     """A message of a chat. It goes to the template as it was sent: the template judges fields in no list here."""
 
     refused = {"audio": ()}
@@ -414,39 +383,3 @@ class CompletionRequest(_Request):
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise _refusal("unsupported_field", "is not supported by this server; leave it out", "best_of")
         return self
-
-
-class Known(NamedTuple):
-    """A field.
-
-    Attributes:
-        path: to it; of a field in an object, also of one in a list, `messages.role`.
-        state: `supported`, `ignored` or `refused`.
-        said: what it means; of one that is refused, the values that are taken, as JSON.
-    """
-
-    path: str
-    state: Literal["supported", "ignored", "refused"]
-    said: str | tuple[str, ...]
-
-
-def known_fields(kind: type[_Object], before: str = "") -> Iterator[Known]:
-    """The fields of an object, and of those in it."""
-    for name, field in kind.model_fields.items():
-        yield Known(before + name, "supported", field.description or "")
-        for inner in _objects(field.annotation):
-            yield from known_fields(inner, f"{before}{name}.")
-    for name, state, values in (
-        *((name, "refused", values) for name, values in kind.refused.items()),
-        *((name, "ignored", ()) for name in kind.ignored),
-    ):
-        yield Known(before + name, state, tuple(map(json.dumps, values)))
-        for one in _WITHIN.get(before + name, _WITHIN.get(name, "")).split():
-            yield Known(f"{before}{name}.{one}", state, ())
-
-
-def _objects(annotation: Any) -> Iterator[type[_Object]]:
-    if isinstance(annotation, type) and issubclass(annotation, _Object):
-        yield annotation
-    for one in typing.get_args(annotation):
-        yield from _objects(one)
