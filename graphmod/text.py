@@ -64,7 +64,7 @@ def chat_prompt(tokenizer: Any, messages: list[Message]) -> str:
     """The text of a prompt for an answer to messages: what `apply_chat_template` writes for them.
 
     A content goes to the template as it was sent, as a text or as parts, if the template writes it; otherwise in the
-    other form. Likewise a template that fails at fields that are null, or at the arguments of a tool call as a text,
+    other form. A template that fails at fields that are null, or at the arguments of a tool call as a text,
     gets them left out and as an object.
 
     Raises:
@@ -603,8 +603,8 @@ class TextStream:
         return piece
 
     def add_all(self, tokens: Sequence[int]) -> str:
-        """As `add` of each, joined. Where the last one ends within a character, their text may come with what follows:
-        a stream takes about half the time where it is given a run of tokens at once."""
+        """The text that is final with these tokens. Where the last one ends within a character, their text may come
+        with what follows: a stream takes about half the time where it is given a run of tokens at once."""
         pieces, left = [], list(tokens)
         while left and (self._stream is None or self._open):
             pieces.append(self.add(left.pop(0)))

@@ -33,7 +33,7 @@ class Finding:
         effect: what it does, and what a graph would make of that.
         remedy: what to do about it.
         user: `file:line in function` of the user's code; None where no line of the user's leads there.
-        library: likewise of the library's code that the user's had called; None where there is none.
+        library: `file:line in function` of the library's code that the user's had called; None where there is none.
         backward: whether it happens in a backward.
         count: how often one call does it.
         parts: the layers that do it; empty where the callable was checked as a whole.
@@ -52,7 +52,7 @@ class Finding:
 
     @property
     def cause(self) -> tuple:
-        """The same for findings that are one to the user."""
+        """What findings share that are one to the user."""
         return (self.effect, self.remedy, self.user, self.library, self.backward)
 
     def describe(self, of_ranks: int = 0) -> str:

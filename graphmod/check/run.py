@@ -327,7 +327,11 @@ def checked(
     layers: bool | str | list[str] | None = None,
     meeting: Meeting | None = None,
 ) -> Report:
-    """The same with arguments as they are, and where the ranks meet; None where this process is alone."""
+    """The report of `check_call` on `target(*args, **kwargs)`.
+
+    Args:
+        meeting: of the ranks; None where this process is alone.
+    """
     root = target._root if isinstance(target, CUDAGraphModule) else target
     if not callable(root):
         raise TypeError(f"graphmod.check takes a module or a callable, got {type(root).__name__}")
@@ -362,7 +366,7 @@ def check_layers(
     name: str = "",
     meeting: Meeting | None = None,
 ) -> Report:
-    """The same for parts of a model, each of which would have graphs of its own.
+    """Says what would keep parts of a model out of graphs, each of which would have graphs of its own.
 
     Args:
         model: that has them.

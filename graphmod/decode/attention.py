@@ -224,7 +224,7 @@ def paged_flex(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """As `paged_sdpa`: (B, heads, 1, head_dim) to (B, 1, heads, value_dim).
+    """Queries (B, heads, 1, head_dim) against the cache: (B, 1, heads, value_dim). On the rest see `paged_sdpa`.
 
     Args:
         softcap: what scores are capped at; s_aux: (heads,) logits of attention sinks.
@@ -323,7 +323,7 @@ def paged_triton(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """As `paged_sdpa`: (B, heads, 1, head_dim) to (B, 1, heads, value_dim).
+    """Queries (B, heads, 1, head_dim) against the cache: (B, 1, heads, value_dim). On the rest see `paged_sdpa`.
 
     Args:
         softcap: what scores are capped at; s_aux: (heads,) logits of attention sinks.
@@ -534,7 +534,7 @@ def paged_xqa(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """As `paged_sdpa`: (B, heads, 1, head_dim) to (B, 1, heads, head_dim), the result in `query`'s dtype.
+    """Queries (B, heads, 1, head_dim) against the cache: (B, 1, heads, head_dim), in the dtype of `query`.
 
     A padded row has no context and looks at one token of its first block instead, which is finite.
     """

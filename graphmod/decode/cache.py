@@ -193,7 +193,7 @@ class PagedCache:
         _store((self.keys[layer], self.values[layer]), places, key, value)
 
     def write_near(self, layer: int, places: tuple[Tensor, Tensor], key: Tensor, value: Tensor) -> None:
-        """As `write`, where `near` is another place."""
+        """Stores them in the place that decode steps read, too, where that is another one; arguments as of `write`."""
         if self.ring is not None and (near := self.ring.near(layer)) is not None:
             _store(near, places, key, value)
 

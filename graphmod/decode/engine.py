@@ -173,7 +173,11 @@ class DecodeEngine:
         text: bool = True,
         **settings: Any,
     ) -> Handle:
-        """As `submit`, for several prompts in one request; `sampling` is for all, or one for each.
+        """Gives the engine several prompts as one request, whose handle has all their samples. Any thread may call it.
+
+        Args:
+            prompts, n, sampling, settings: see `generate`.
+            on_run, text: see `submit`.
 
         Raises:
             RequestError: a prompt or setting cannot be used; the engine has taken none of them.

@@ -295,7 +295,7 @@ Shapes = Sequence[tuple[int, ...]]
 
 
 class HostSpace:
-    """As `Addresses`, on the CPU: pages that were given back are zeros again when they are touched."""
+    """A range of addresses on the CPU, where pages that were given back are zeros again when they are touched."""
 
     def __init__(self, nbytes: int) -> None:
         # Private: shared memory would keep what it holds.

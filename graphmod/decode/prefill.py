@@ -436,7 +436,7 @@ class PackedPrefill:
         return self._computed(pieces, scored=False)[: sum(piece.last for piece in pieces)]
 
     def scored(self, pieces: list[Piece]) -> tuple[Tensor, Scores]:
-        """As a call, for pieces that have targets; gives the scores of all tokens too."""
+        """What a call gives, for pieces that have targets, and the scores of all tokens."""
         logits, scores = self._computed(pieces, scored=True)
         return logits[: sum(piece.last for piece in pieces)], scores
 
@@ -455,7 +455,7 @@ class PackedPrefill:
         return min(self.tokens, key=lambda size: abs(size - tokens))
 
     def uncounted(self, pieces: list[Piece]) -> Tensor:
-        """The same without a graph, and without traces in the counters."""
+        """What a call gives, without a graph, and without traces in the counters."""
         with attention(self._model, NAME):
             logits = self._step(self._buffer.fill(pieces, *self._sizes(pieces)))
         return logits[: sum(piece.last for piece in pieces)]
@@ -538,7 +538,7 @@ def batches(pieces: list[Piece], budget: int) -> Iterator[list[int]]:
 
 
 class PaddedPrefill:
-    """As `PackedPrefill`, without graphs.
+    """Prefills pieces of prompts with the model's own attention, without graphs.
 
     Args:
         model: with its own attention.
@@ -555,7 +555,7 @@ class PaddedPrefill:
         return self._computed(pieces)[0]
 
     def scored(self, pieces: list[Piece]) -> tuple[Tensor, Scores]:
-        """As a call, for pieces that have targets; gives the scores of all tokens too."""
+        """What a call gives, for pieces that have targets, and the scores of all tokens."""
         logits, scores = self._computed(pieces)
         return logits, Scores(*map(torch.cat, zip(*(scores[index] for index in range(len(pieces))), strict=True)))
 

@@ -228,7 +228,7 @@ class TokenStream(Iterator[TokenEvent]):
             self._events.close()
 
     async def aclose(self) -> None:
-        """The same, for a coroutine that leaves the stream early."""
+        """Ends the requests that have not ended; for a coroutine that leaves the stream early."""
         self.close()
 
     def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:

@@ -228,7 +228,8 @@ def _own_logits(model: PreTrainedModel, tokens: list[int], last: int) -> Tensor:
 
 
 def _cached_logits(model: PreTrainedModel, tokens: list[int], last: int) -> Tensor:
-    """The same with the model's own cache, for how far its own ways to compute them differ."""
+    """(last, vocabulary) float32, after the last tokens, with the model's own cache: for how far its own ways to
+    compute them differ."""
     if len(tokens) <= last:
         return _own_logits(model, tokens, last)
     first = _logits(model, tokens[:-last], 1, use_cache=True)

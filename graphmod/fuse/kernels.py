@@ -301,7 +301,8 @@ def _multiply_bulk(
     STAGES: tl.constexpr,
     PREFETCHED: tl.constexpr,
 ):
-    """As `_multiply_batch`, without gates. `inputs` and the tiles of weights are descriptors."""
+    """Each program makes OUT columns of one result, for all rows, of a part of the features. `inputs` and the tiles of
+    weights are descriptors."""
     program, part = tl.program_id(0), tl.program_id(1)
     each: tl.constexpr = FEATURES // PARTS
     begin = part * each

@@ -394,7 +394,7 @@ def _require_single_ways(piece: Piece, program: Program) -> None:
 
 
 def description(piece: Piece, program: Program) -> str:
-    """The same for two pieces that compute the same of what they are given, and for no others.
+    """A text that two pieces share if they compute the same of what they are given, and no others.
 
     Raises:
         Unsupported: an operation is given something whose value cannot be told.
