@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 
+
+# -- chats -------------------------------------------------------------------------------------------------------------
+
 # Fields that a template may leave out, for what was said is in others.
 _BESIDE = {"role", "content", "name", "tool_call_id", "annotations"}
 # What was thought is left out of what was said before, but should go by the name that the template has for it.
@@ -239,6 +242,9 @@ def _require_read(write: Callable[[list[Message]], str], messages: list[Message]
             raise ChatError(f"{field} is nothing that the chat template of this model reads; {hint}", field)
         if other not in said and not same(lambda one, name=name, other=other: one | {other: one.get(name)}):
             raise ChatError(f"{field}: the chat template of this model reads {other}; send it by that name", field)
+
+
+# -- text to tokens ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -468,6 +474,8 @@ def codec_for(folder: Path, tokenizer: str | None) -> Codec:
         raise ConfigError(f"tokenizer={source} is not a tokenizer that transformers reads: {why}") from error
     return TokenizerCodec(loaded)
 
+
+# -- tokens to text, as they come --------------------------------------------------------------------------------------
 
 _UNFINISHED = "\ufffd"  # what decoders put for bytes that are no character yet
 

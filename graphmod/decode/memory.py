@@ -32,6 +32,8 @@ from graphmod.wrap.extension import between_captures, do_what_waits
 log = logging.getLogger("graphmod")
 
 
+# -- the driver's calls for virtual memory -----------------------------------------------------------------------------
+
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 _VIRTUAL_MEMORY_SUPPORTED = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 _PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
@@ -251,6 +253,9 @@ class Addresses:
             last.callback(self._driver, "cuDevicePrimaryCtxRelease_v2", self._device)
             self.unmap()
             self._driver("cuMemAddressFree", self.start, self.nbytes)
+
+
+# -- tensors over memory that comes and goes ---------------------------------------------------------------------------
 
 
 class _Bytes:

@@ -111,6 +111,8 @@ class Scores(NamedTuple):
         return [list(zip(*both, strict=True)) for both in zip(tokens, logprobs, strict=True)]
 
 
+# -- pieces one after the other, and attention over them ---------------------------------------------------------------
+
 NOBODY = -1
 """Stands for the number of a piece where there is none: padding."""
 TOKEN, POSITION, SLOT, PIECE = range(4)
@@ -362,6 +364,8 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, vi
     return out.masked_fill(spoilt.unsqueeze(1), float("nan")).transpose(1, 2)
 
 
+# -- in graphs ---------------------------------------------------------------------------------------------------------
+
 _LEAST_TOKENS = 128  # a GPU that computes with fewer waits for the weights as long
 _BUSY_TOKENS = 512
 _LEAST_COLUMNS = 256
@@ -514,6 +518,9 @@ class PackedPrefill:
 
 
 ToDevice = Callable[[list, torch.dtype], Tensor]
+
+
+# -- with the model's own attention ------------------------------------------------------------------------------------
 
 
 def batches(pieces: list[Piece], budget: int) -> Iterator[list[int]]:

@@ -31,6 +31,8 @@ from graphmod.wrap.module import CUDAGraphModule
 log = logging.getLogger("graphmod")
 
 
+# -- the choice of a token ---------------------------------------------------------------------------------------------
+
 GREEDY, PLAIN, FILTERED = 0, 1, 2
 """What a batch needs: greedy rows only; temperatures; also top-k or top-p. A row gets the same token in each that
 covers it, so the cheapest may be chosen for every batch anew."""
@@ -170,6 +172,8 @@ def sample(
     logprobs = logits.gather(1, tokens.unsqueeze(1)).squeeze(1) - total
     return Choice(tokens, logprobs, ~torch.isfinite(total), top)
 
+
+# -- the rows of a batch, and one step for them ------------------------------------------------------------------------
 
 TOKEN, POSITION, ACTIVE, LIMIT, SEED, TOP_K = range(6)
 """Columns of `integers`: the token to be fed, its position, whether the row decodes (1) or is padding or done (0), the
@@ -419,6 +423,8 @@ class DecodeStep(nn.Module):
         """
         take_token(next_logits(self.model, self.memory, rows, visited, self.own), rows, kind)
 
+
+# -- the graphs of the step --------------------------------------------------------------------------------------------
 
 _LEAST_VISITED = 256  # below it attention costs no time to speak of
 

@@ -21,6 +21,8 @@ from graphmod.decode.types import Completion, Sampling, prompt_seed
 from graphmod.serve.schema import ChatRequest, CompletionRequest, StreamOptions
 from graphmod.text import ChatError, Codec, TextStream, TokenizerCodec, TokenText, TokenTexts, token_bytes
 
+# -- errors ------------------------------------------------------------------------------------------------------------
+
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -97,6 +99,8 @@ def refused(said: str, prompt_field: str) -> ApiError:
     code = "context_length_exceeded" if too_long else None
     return ApiError(400, said, param, code)
 
+
+# -- what a request asks for -------------------------------------------------------------------------------------------
 
 _DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's API
 _COLDEST = 1e-5  # below, float32 divides logits to infinity; the most likely token is all that is left anyway
@@ -206,6 +210,8 @@ def _chat(request: ChatRequest, codec: Codec) -> list[int]:
     except ChatError as error:
         raise ApiError(400, str(error), error.field) from None
 
+
+# -- texts and log-probabilities ---------------------------------------------------------------------------------------
 
 _LEAST = -9999.0  # of log-probabilities, since JSON has no infinity
 
@@ -439,6 +445,9 @@ class Answer:
                 first = first._replace(text=text, bytes=text.encode("utf-8", "replace"))
             ready.append(first)
         return ready
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
 
 
 def usage(prompt_tokens: int, tokens: int) -> dict[str, int]:

@@ -48,6 +48,9 @@ from graphmod.text import Codec
 log = logging.getLogger("graphmod")
 
 
+# -- a request in the engine -------------------------------------------------------------------------------------------
+
+
 class Gone(Exception):
     """The client has gone away."""
 
@@ -197,6 +200,8 @@ class Work:
                 metrics.between_tokens.observe((now - self._latest[index]) / tokens)
         self._latest[index] = now
 
+
+# -- from HTTP to an answer --------------------------------------------------------------------------------------------
 
 PATIENCE = 120  # seconds that a client may read nothing of a stream
 _SECONDS = 60  # for a body to arrive
@@ -433,6 +438,8 @@ class EventStream(Response):
         await write("[DONE]", more=False)
         return outcome
 
+
+# -- the paths ---------------------------------------------------------------------------------------------------------
 
 PAGE = Path(__file__).parent / "page.html"
 
