@@ -42,6 +42,8 @@ def test_a_training_run_loads_no_engine():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "graphmod.train.run" in done.stdout
     assert not any(name in done.stdout for name in ("graphmod.decode.engine", "graphmod.decode.step", "graphmod.fuse"))
+    of_others = ("graphmod.train.compare", "graphmod.train.auto", "graphmod.train.profile", "graphmod.cli.launch")
+    assert not any(name in done.stdout for name in of_others)
 
 
 @pytest.mark.parametrize("package", [graphmod, graphmod.decode])

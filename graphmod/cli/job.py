@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from hydra import compose
@@ -24,10 +24,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from graphmod.cli.app import TRAIN, parse
 from graphmod.cli.errors import JobFailed, conclude, unknown_key
-from graphmod.cli.launch import Peers, launch
 from graphmod.cli.start import CONFIGS, complain_for_all, ranks_started, say_plainly, show, stay_silent, words
 from graphmod.errors import ConfigError, GraphmodError
-from graphmod.train.compare import JSON_FILE, PLOT_FILE, compare, on_tensorboard, remarks, swept, table, write_report
 from graphmod.train.device import pick_device
 from graphmod.train.display import LOG_FILE, Journal
 from graphmod.train.folders import (
@@ -56,6 +54,9 @@ from graphmod.train.resume import (
 )
 from graphmod.train.run import Aborted, train
 from graphmod.train.settings import DeviceName, ParallelMode, RunConfig, plain_config
+
+if TYPE_CHECKING:
+    from graphmod.cli.launch import Peers
 
 # -- the settings of a run that is resumed: those it had and, over them, what the command line gives -------------------
 
@@ -291,6 +292,17 @@ def gpu_busy_ms(result: RunResult) -> float | None:
 
 def _compare(sweep: Path, results: dict[str, RunResult]) -> None:
     """Prints the table, and writes it to the folder in several forms."""
+    from graphmod.train.compare import (  # which no single run loads
+        JSON_FILE,
+        PLOT_FILE,
+        compare,
+        on_tensorboard,
+        remarks,
+        swept,
+        table,
+        write_report,
+    )
+
     finished = {name: result for name, result in results.items() if result.status == "finished"}
     if any(not result.device.startswith("CPU") for result in finished.values()):
         show("\nprofiling a few steps of each run, to see how busy the GPU is")
@@ -473,6 +485,8 @@ def run_job(cfg: DictConfig, job: Job, start: Start | None = None, failed: Excep
                 return _run(found, job, ALONE)
             (found.folder / LOG_FILE).touch()  # else a folder that nothing is in would go with its lock
             found.held.close()  # which the first rank takes
+            from graphmod.cli.launch import launch  # which a run alone does not load
+
             launch(_told(found, job), count)
             return found.folder
     except JobFailed as error:
@@ -517,6 +531,8 @@ def among_ranks(
     Raises:
         JobFailed, SystemExit: as `run_job`.
     """
+    from graphmod.cli.launch import Peers
+
     with _said(job), joined(device()) as ranks:
         peers = Peers(ranks, complain_for_all)
         if not ranks.first:
@@ -541,7 +557,7 @@ def _device(cfg: DictConfig, job: Job) -> DeviceName:
 
 
 @contextmanager
-def _said(job: Job, ranks: Ranks = ALONE, peers: Peers | None = None) -> Iterator[None]:
+def _said(job: Job, ranks: Ranks = ALONE, peers: "Peers | None" = None) -> Iterator[None]:
     """Inside, whatever goes wrong is said, and is JobFailed from there on."""
     try:
         yield
@@ -585,7 +601,7 @@ def given_to_ranks(told: dict[str, Any], ranks: Ranks) -> Iterator[Start]:
         yield Start(parse(told["settings"]), point, False, held, point.run_dir)
 
 
-def _run(start: Start, job: Job, ranks: Ranks, peers: Peers | None = None) -> Path:
+def _run(start: Start, job: Job, ranks: Ranks, peers: "Peers | None" = None) -> Path:
     config, point = start.config, start.point
     if point is None:
         return _check_step(config, job.folder) if ranks.first else job.folder

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from graphmod.config import CompileMode
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.step.entry import GraphStats
 from graphmod.text import ByteCodec, TokenizerCodec
-from graphmod.train.auto import AutoScope, candidates
 from graphmod.train.batches import Batches, Data, Place, Prefetcher, load_data, make_batches
 from graphmod.train.checkpoint import Progress, check_room, random_state, restore, save_checkpoint, saved_weights
 from graphmod.train.device import device_name, isolated, pick_device
@@ -34,7 +33,6 @@ from graphmod.train.metrics import GIB, Metrics, open_loggers
 from graphmod.train.model import autocast_dtype, dims_of, model_config, weights_dtype
 from graphmod.train.optim import build_optimizer, learning_rates
 from graphmod.train.parallel import shard, split_layers
-from graphmod.train.profile import profile_briefly, profile_steps
 from graphmod.train.ranks import ALONE, Ranks, arrangement, own_seed
 from graphmod.train.result import RunResult, StepClock, commit, median, spread, utilization, versions
 from graphmod.train.resume import (
@@ -49,6 +47,9 @@ from graphmod.train.resume import (
 from graphmod.train.settings import LOCAL, NonFinite, Precision, RunConfig, Scope, plain_config
 from graphmod.train.step import TrainStep, microbatches, on_device, shapes, warmup_steps
 from graphmod.train.targets import in_words, is_own, named, passes_on
+
+if TYPE_CHECKING:
+    from graphmod.train.auto import AutoScope
 
 # -- SIGINT, SIGTERM and SIGHUP as a wish that the loop grants after the step it is in ---------------------------------
 
@@ -350,9 +351,11 @@ class Run:
         self.make_step = step_maker(config, self.model, device, loss_fn, ranks)
         self.auto: AutoScope | None = None
         if config.graph.auto:
+            from graphmod.train import auto  # which no other run loads
+
             layers = not ranks.splits_shards and (config.graph.layers is not None or has_layers(self.model))
-            scopes = candidates(compiled and not train.activation_checkpointing, layers=layers)
-            self.auto = AutoScope(self.make_step, scopes, self.warmup_steps, train.steps - done, ranks)
+            scopes = auto.candidates(compiled and not train.activation_checkpointing, layers=layers)
+            self.auto = auto.AutoScope(self.make_step, scopes, self.warmup_steps, train.steps - done, ranks)
         self.step = self.auto.step if self.auto else self.make_step(config.graph.scope)
         if train.checkpoint and ranks.first:
             saves = -(-train.steps // train.checkpoint_every) if train.checkpoint_every else 1
@@ -576,6 +579,10 @@ _KEPT = ("busy_ms", "comm_ms", "comm_hidden_ms")
 def add_profile(run: Run, result: RunResult) -> None:
     """Adds to the result of a run what `train.profile` asks for, and, on several GPUs, how long each communicates."""
     several = run.ranks.count > 1 and run.device.type == "cuda"
+    if not several and not run.config.train.profile:
+        return
+    from graphmod.train.profile import profile_briefly, profile_steps
+
     if run.config.train.profile:
         with TemporaryDirectory() as nowhere:
             folder = run.folder if run.ranks.first else Path(nowhere)

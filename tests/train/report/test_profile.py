@@ -66,7 +66,7 @@ def test_the_report_and_the_comparison_tell_how_long_ranks_communicate():
 def test_a_run_on_several_gpus_records_some_steps_at_its_end_and_logs_what_ranks_communicate(settings, monkeypatch):
     logged = {}
     found = {"busy_ms": 9.0, "comm_ms": 4.0, "comm_hidden_ms": 1.0, "kernels": 5}
-    monkeypatch.setattr(loop, "profile_briefly", lambda step, batches: found)
+    monkeypatch.setattr("graphmod.train.profile.profile_briefly", lambda step, batches: found)
     run = SimpleNamespace(
         config=settings(),
         ranks=SimpleNamespace(count=2, first=True, all=lambda value: [value, value]),
