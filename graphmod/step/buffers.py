@@ -342,6 +342,6 @@ def _like(source: Tensor, memory: Tensor) -> Tensor:
             made = memory.view_as(memory).requires_grad_(source.requires_grad)
     for name, value in attributes_of(source).items():
         setattr(made, name, value)
-    if source.grad is not None and has_own_gradient(source):
+    if has_own_gradient(source) and source.grad is not None:
         made.grad = source.grad.detach().clone()
     return made
