@@ -20,9 +20,8 @@ from graphmod.ranks.fully_shard import taken_together
 from graphmod.reads.frames import noting
 from graphmod.step.buffers import StaticInput, StaticOutput, static_memory
 from graphmod.step.gradients import GradientBuffer, Loans, Whole, is_split, kind_of, part
-from graphmod.step.graph import ELSEWHERE
+from graphmod.step.graph import ELSEWHERE, refuse_unseen
 from graphmod.step.group import Group
-from graphmod.step.watch import refuse_unseen
 from graphmod.torch_private import foreach_add_
 from graphmod.trace import dispatch
 from graphmod.trace.operations import address
