@@ -233,7 +233,7 @@ class TensorWatch:
         return "a tensor it reads" if name is None else f"{name!r}, a tensor it reads,"
 
 
-class _Place:
+class _Guard:
     """A place that holds what it held when it was recorded, or by now an equal value, in an equal container."""
 
     __slots__ = ("container", "note", "value")
@@ -264,7 +264,7 @@ def _put(container: Any, note: Note, value: Any) -> None:
         delattr(note.owner, note.key)
 
 
-def _columns(places: list[_Place]) -> tuple[list, list, list]:
+def _columns(places: list[_Guard]) -> tuple[list, list, list]:
     """Their containers, keys and values."""
     return [one.container for one in places], [one.note.key for one in places], [one.value for one in places]
 
@@ -310,12 +310,12 @@ class Guards:
 
     def _take_places(self, notes: list[Note]) -> None:
         whole = {id(value) for value, _ in self.contents.found if type(value) in (dict, list)}
-        self._places: list[_Place] = []
+        self._places: list[_Guard] = []
         self._unset: list[Note] = []
         absent: dict[int, tuple[Any, list[Note]]] = {}
         self.slots, self.attributes = [], []
         for note in notes:
-            place = _Place(note)
+            place = _Guard(note)
             container, value = place.container, place.value
             if value is MISSING and isinstance(container, _NAMED):
                 absent.setdefault(id(container), (container, []))[1].append(note)
@@ -447,7 +447,7 @@ class Guards:
                     return reason
         return "objects it reads are others each time one looks"
 
-    def _compared(self, place: _Place, there: Any) -> str | None:
+    def _compared(self, place: _Guard, there: Any) -> str | None:
         was, note = place.value, place.note
         if not same(was, there):
             self.exchanged = self.exchanged or not (is_plain(was) or is_plain(there))

@@ -25,7 +25,7 @@ from graphmod.step.group import Group
 from graphmod.torch_private import foreach_add_
 from graphmod.trace import dispatch
 from graphmod.trace.operations import address
-from graphmod.trace.recorder import Follower, Place
+from graphmod.trace.recorder import Follower, Producer
 from graphmod.trace.undo import Undo, is_interrupt, undoing
 
 USES_UP = (
@@ -165,12 +165,12 @@ class _Capture:
         group.backend.set_random_state(state)
         self._once(places)
 
-    def _find_places(self) -> list[Place | None]:
+    def _find_places(self) -> list[Producer | None]:
         """Captures only to see which operation makes each parameter's gradient; None where nothing can compute it
         straight into a buffer, or where it makes two of them. No gradient is kept, so this takes no memory for all of
         them at once."""
         graph, group = self._graph, self._group
-        found: list[Place | None] = [None] * len(graph.direct)
+        found: list[Producer | None] = [None] * len(graph.direct)
         instead = [buffer.memory.new_empty(()).expand(buffer.memory.size()) for buffer in self._buffers]
 
         def run() -> None:
@@ -178,7 +178,7 @@ class _Capture:
             self._compare_steps()
 
         def arrived(position: int, grad: Tensor) -> Tensor:
-            place = _follower().place_of(grad)
+            place = _follower().producer_of(grad)
             if place is not None and grad.stride() == graph.direct[position].stride():
                 found[position] = place
             return instead[position]
@@ -192,7 +192,7 @@ class _Capture:
         first = {place.index: position for position, place in reversed(list(enumerate(found))) if place is not None}
         return [place if place and first[place.index] == position else None for position, place in enumerate(found)]
 
-    def _once(self, places: list[Place | None] | None) -> bool:
+    def _once(self, places: list[Producer | None] | None) -> bool:
         """Captures with the gradients at `places` computed straight into their buffers; returns whether those were not
         the places for any of them."""
         graph, buffers = self._graph, self._buffers

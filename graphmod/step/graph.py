@@ -527,7 +527,7 @@ def refuse_unseen(seen: Follower, unseen: Iterable[int]) -> None:
             continue  # a number in the code; or promised to stay
         kind = f"{str(tensor.dtype).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)}"
         raise CaptureRefused(
-            f"reads a {kind} at {step.place} that was found neither among its arguments nor in an attribute, variable "
-            "or item that its code reads, so that another in its place would go unnoticed. Pass it as an argument, or "
-            "mark_static(tensor) if it stays for good"
+            f"reads a {kind} at {step.location} that was found neither among its arguments nor in an attribute, "
+            "variable or item that its code reads, so that another in its place would go unnoticed. Pass it as an "
+            "argument, or mark_static(tensor) if it stays for good"
         )

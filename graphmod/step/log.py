@@ -12,7 +12,7 @@ import re
 import torch
 
 from graphmod.errors import CaptureRefused
-from graphmod.trace.lines import place_of
+from graphmod.trace.lines import location_of
 
 log = logging.getLogger("graphmod")
 
@@ -88,7 +88,7 @@ def reason_of(error: BaseException) -> str:
     """What an error says, with the line of the user's code where it arose."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     reason = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
-    place = None if isinstance(error, CaptureRefused) else place_of(error)  # a refusal names its place itself
+    place = None if isinstance(error, CaptureRefused) else location_of(error)  # a refusal names its place itself
     if place is not None:
         reason = f"{place}: {reason}"
     if "Cannot copy between CPU and CUDA tensors" in reason:

@@ -67,7 +67,7 @@ class Hazard(NamedTuple):
     remedy: str
 
     def __str__(self) -> str:
-        return f"{self.operation} at {self.lines.place}: {self.effect}; {self.remedy}"
+        return f"{self.operation} at {self.lines.location}: {self.effect}; {self.remedy}"
 
 
 def is_harmless(op: Any, about: Facts) -> bool:

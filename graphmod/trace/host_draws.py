@@ -29,7 +29,7 @@ from torch import Tensor
 from graphmod.torch_private import BelowAutograd, NoAutocast, OpOverload, set_grad_enabled
 from graphmod.trace.generators import comparable, copy_of, put_back, same_generator, state_of
 from graphmod.trace.hazards import DATA, Hazard, Origins
-from graphmod.trace.lines import place
+from graphmod.trace.lines import location
 from graphmod.trace.operations import Facts, address
 from graphmod.trace.tensors import each_tensor, tensors_in
 from graphmod.trace.undo import Undo, let_through, undoing
@@ -90,7 +90,7 @@ class HostDraws:
         self._origins = Origins()
         self._numbers: list[Any] = []
         self._compared: list[tuple[Callable, Any, Any, bool]] = []
-        self._places: list[str] = []  # where code draws or reads the numbers
+        self._locations: list[str] = []  # where code draws or reads the numbers
         self._last = 0  # how many steps there are up to the last number
         self._before: list[tuple[Any, Any]] = []  # generators, and where they were
         self._after: list[Any] = []  # where a replay leaves them
@@ -179,7 +179,7 @@ class HostDraws:
             return False
         self._steps.append((True, self._view(tensor).item))
         self._hazards.append(hazard)
-        self._places.append(hazard.lines.place)
+        self._locations.append(hazard.lines.location)
         self.reads.add(index)
         return True
 
@@ -203,7 +203,7 @@ class HostDraws:
         self._steps.append((True, partial(_drawn, draw)))
         self._draws.append(partial(function, *given))
         self._as_it_is = True
-        self._places.append(place(*where))
+        self._locations.append(location(*where))
         self.got(value, function.__name__ in _CHOOSE)
 
     def got(self, value: Any, chosen: bool = False) -> None:
@@ -323,7 +323,7 @@ class HostDraws:
         except Exception as error:  # of what code chose from, or compared with
             let_through(error)
             return f"what it draws on the host cannot be drawn again: {error}"
-        return None if differs is None else f"{OTHERWISE} ({self._places[differs]})"
+        return None if differs is None else f"{OTHERWISE} ({self._locations[differs]})"
 
     def advance(self) -> None:
         """Draws what was compared last: a replay stands for it."""

@@ -40,7 +40,7 @@ class Lines(NamedTuple):
     optimizer: Any = None
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         if self.user is None and not self.backward:
             return self.library or "the call"
         if self.user is None:
@@ -50,7 +50,7 @@ class Lines(NamedTuple):
         return f"{where}, by way of {self.library}" if self.library else where
 
 
-def place(code: CodeType, line: int) -> str:
+def location(code: CodeType, line: int) -> str:
     """A line, in words."""
     return f"{code.co_filename}:{line} in {code.co_name}"
 
@@ -84,12 +84,12 @@ def user_frame() -> tuple[CodeType | None, int]:
     return None, 0
 
 
-def place_of(error: BaseException) -> str | None:
+def location_of(error: BaseException) -> str | None:
     """The line of the user's code in which an error arose; None where none was involved."""
     found, trace = None, error.__traceback__
     while trace is not None:
         if not _is_internal(trace.tb_frame.f_code.co_filename):
-            found = place(trace.tb_frame.f_code, trace.tb_lineno)
+            found = location(trace.tb_frame.f_code, trace.tb_lineno)
         trace = trace.tb_next
     return found
 
@@ -105,12 +105,12 @@ def lines() -> Lines:
             break  # beyond it is who called backward()
         kind = _kind(code.co_filename)
         if kind in ("torch", "library") and library is None and code.co_filename not in _WRAPPED:
-            library = place(code, frame.f_lineno)
+            library = location(code, frame.f_lineno)
         if optimizer is None and kind != "plumbing" and "self" in code.co_varnames[:1]:
             owner = frame.f_locals.get("self")
             optimizer = owner if isinstance(owner, torch.optim.Optimizer) else None
         if kind == "user":
-            user = place(code, frame.f_lineno)
+            user = location(code, frame.f_lineno)
             break
         frame = frame.f_back
     return Lines(user, library, backward, optimizer)

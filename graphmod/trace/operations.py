@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from graphmod.torch_private import ProcessGroup, TensorBase
-from graphmod.trace.lines import place
+from graphmod.trace.lines import location
 from graphmod.trace.untraced import identity
 
 _ON_LISTS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
@@ -62,8 +62,8 @@ class Step(NamedTuple):
     line: int
 
     @property
-    def place(self) -> str:
-        return place(self.code, self.line) if self.code else "the backward pass"
+    def location(self) -> str:
+        return location(self.code, self.line) if self.code else "the backward pass"
 
 
 class Facts(NamedTuple):

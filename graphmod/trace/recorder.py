@@ -123,7 +123,7 @@ _INTO = {
 }
 
 
-class Place(NamedTuple):
+class Producer(NamedTuple):
     """The operation that makes a tensor: its index in the trace and the layout of its result, of which the tensor may
     be a view."""
 
@@ -133,7 +133,7 @@ class Place(NamedTuple):
 
 
 # -- the record of a call ----------------------------------------------------------------------------------------------
-class Call:
+class Operation:
     """An operation while it is looked at with care.
 
     Attributes:
@@ -266,14 +266,14 @@ class Recorder:
         """Whether an operation made what lies at an address."""
         return where in self._origins
 
-    def place_of(self, tensor: Tensor) -> Place | None:
+    def producer_of(self, tensor: Tensor) -> Producer | None:
         """Where the call made a tensor; None where no operation could have computed it straight into other memory (no
         such overload, a tensor that is only part of its memory)."""
         if address(tensor) not in self._made_by:
             return None
-        place = Place(*self._made_by[address(tensor)])
-        whole = tensor.untyped_storage().nbytes() == tensor.nbytes and place.size.numel() == tensor.numel()
-        return place if whole else None
+        made = Producer(*self._made_by[address(tensor)])
+        whole = tensor.untyped_storage().nbytes() == tensor.nbytes and made.size.numel() == tensor.numel()
+        return made if whole else None
 
     # -- what is no operation ------------------------------------------------------------------------------------
 
@@ -289,9 +289,9 @@ class Recorder:
     def aim(self, tensor: Tensor, memory: Callable[[], Tensor]) -> None:
         """Lets a capture of this call compute a tensor straight into what `memory()` gives then: a tensor of its size,
         contiguous, as it is. Does nothing where it cannot."""
-        place = self.place_of(tensor) if tensor.is_contiguous() else None
-        if self.script is not None and place is not None and place.index not in self.script.aims:
-            self.script.aims[place.index] = lambda: memory().as_strided(place.size, place.stride)
+        made = self.producer_of(tensor) if tensor.is_contiguous() else None
+        if self.script is not None and made is not None and made.index not in self.script.aims:
+            self.script.aims[made.index] = lambda: memory().as_strided(made.size, made.stride)
 
     def note_resized(self, storage: torch.UntypedStorage, before: int) -> bool:
         """Takes in that code has made or given back the memory of a storage, of `before` bytes until then. Returns
@@ -430,57 +430,57 @@ class Recorder:
         if generator is not None and not any(same_generator(generator, known) for known in self.generators):
             self.generators.append(generator)
         self.random = self.random or random
-        result = self._run(Call(step, about, args, kwargs, random, len(self.trace)))
+        result = self._run(Operation(step, about, args, kwargs, random, len(self.trace)))
         self.trace.append(step)
         return result
 
-    def _run(self, call: Call) -> Any:
+    def _run(self, one: Operation) -> Any:
         """Runs an operation, whatever the record makes of it."""
-        op = call.step.op
-        if call.about.collective and self._before_collective is not None:
+        op = one.step.op
+        if one.about.collective and self._before_collective is not None:
             with hidden():
-                self._before_collective(op, call.args, call.kwargs)
+                self._before_collective(op, one.args, one.kwargs)
         kept: Kept | None = None
         number, drawn = False, None
         try:
-            reason = self._why_not(call)
+            reason = self._why_not(one)
             if self.host_draws is not None:
-                number = reason is READ_CHANCE and self._reads_number(call, self.host_draws)
-                drawn = self.host_draws.before(op, call.about, call.args, call.kwargs, call.random)
-            constants = None if reason is None else self._check.kept_by(reason, call.given)
+                number = reason is READ_CHANCE and self._reads_number(one, self.host_draws)
+                drawn = self.host_draws.before(op, one.about, one.args, one.kwargs, one.random)
+            constants = None if reason is None else self._check.kept_by(reason, one.given)
             if reason is not None and constants is not None and self.script is not None:
-                kept = self.script.kept[call.index] = Kept(reason.kept, constants)
+                kept = self.script.kept[one.index] = Kept(reason.kept, constants)
             elif reason is not None and not number:
-                self.refuse(call.about.short, reason)
-            self._before(call)
+                self.refuse(one.about.short, reason)
+            self._before(one)
         except Exception as error:
-            self._cannot_follow(call.about, error)
-        draws = self._draws if isinstance(op, CompiledGraph) and not call.random else None
+            self._cannot_follow(one.about, error)
+        draws = self._draws if isinstance(op, CompiledGraph) and not one.random else None
         drawing, state = (None, None) if draws is None else (draws.before(None), draws.state())
-        result = _do(op, call.args, call.kwargs)
+        result = _do(op, one.args, one.kwargs)
         try:
             if draws is not None and draws.state() != state:
                 op.note_random()
-                self.random = call.random = True
+                self.random = one.random = True
                 if drawing is not None:
-                    self.refuse(call.about.short, drawing)
+                    self.refuse(one.about.short, drawing)
             if kept is not None:
                 kept.keep(result)
             if self.host_draws is not None and number:
                 self.host_draws.got(result)
-            fresh = self._done(call, result)
+            fresh = self._done(one, result)
             if self.host_draws is not None:
                 self.host_draws.done(drawn, result, fresh)
         except Exception as error:
-            self._cannot_follow(call.about, error)
+            self._cannot_follow(one.about, error)
         return result
 
-    def _reads_number(self, call: Call, draws: HostDraws) -> bool:
+    def _reads_number(self, one: Operation, draws: HostDraws) -> bool:
         """Whether a number that is read on the host can be drawn again; not what comes of comparing tensors."""
-        if call.about.short != "_local_scalar_dense":
+        if one.about.short != "_local_scalar_dense":
             return False
-        found = hazard(call.about.short, lines(), READ_CHANCE, self.on_gpu)
-        return draws.read(call.given[0], call.index, found)
+        found = hazard(one.about.short, lines(), READ_CHANCE, self.on_gpu)
+        return draws.read(one.given[0], one.index, found)
 
     def _cannot_follow(self, about: Facts, error: Exception) -> None:
         """Takes in an error of the recorder's own, of which the call is to notice nothing."""
@@ -489,30 +489,30 @@ class Recorder:
         log.debug("%s cannot be followed", name, exc_info=error)
         self.refuse(name, Reason(f"cannot be followed ({type(error).__name__}: {error})", OUTSIDE))
 
-    def _why_not(self, call: Call) -> Reason | None:
+    def _why_not(self, one: Operation) -> Reason | None:
         """Takes in that an operation is about to run; why a graph cannot repeat it."""
-        if call.about.collective:
+        if one.about.collective:
             self.before_communicating()
             self.collectives += 1
-        if call.about.lifts:
-            self._origins.note_made(call.given_at[0], CONSTANTS)
+        if one.about.lifts:
+            self._origins.note_made(one.given_at[0], CONSTANTS)
             return None
-        return self._check.reason(call.step.op, call.about, call.args, call.kwargs, call.given)
+        return self._check.reason(one.step.op, one.about, one.args, one.kwargs, one.given)
 
-    def _before(self, call: Call) -> None:
+    def _before(self, one: Operation) -> None:
         """Takes in what an operation is going to read, write and draw."""
-        about = call.about
+        about = one.about
         if about.lifts:
             return
-        for tensor, where in zip(call.given, call.given_at, strict=True):
+        for tensor, where in zip(one.given, one.given_at, strict=True):
             self._note_read(tensor, where)
         if about.writes or about.statistics:
-            origin = max(CHANCE if call.random else CONSTANTS, self._origins.greatest(call.given_at, call.given))
-            self._note_writes(about, call.args, call.kwargs, DATA if about.collective else origin)
-        if call.random and self._draws is not None and self._touched_state is None:
-            reason = self._draws.before(call.kwargs.get("generator"))
+            origin = max(CHANCE if one.random else CONSTANTS, self._origins.greatest(one.given_at, one.given))
+            self._note_writes(about, one.args, one.kwargs, DATA if about.collective else origin)
+        if one.random and self._draws is not None and self._touched_state is None:
+            reason = self._draws.before(one.kwargs.get("generator"))
             if reason is not None:
-                self.refuse(call.about.short, reason)
+                self.refuse(one.about.short, reason)
 
     def _note_read(self, tensor: Tensor, where: int) -> int | None:
         """Takes in memory that an operation reads, which the call has not made on its device. Returns its origin if it
@@ -551,12 +551,12 @@ class Recorder:
                 if self.watching and self.script is not None:
                     self.script.note_write(where)
 
-    def _done(self, call: Call, result: Any) -> list[Tensor]:
+    def _done(self, one: Operation, result: Any) -> list[Tensor]:
         """Takes in the results of an operation that has run; those that share no storage with its arguments."""
-        if call.random and self._draws is not None:
-            self._draws.after(call.kwargs.get("generator"))
-        origin = max(CHANCE if call.random else UNWRITTEN, self._origins.result(call.about, call.given, call.given_at))
-        return self._note_results(call.step.op, call.about, call.given, call.given_at, result, origin)
+        if one.random and self._draws is not None:
+            self._draws.after(one.kwargs.get("generator"))
+        origin = max(CHANCE if one.random else UNWRITTEN, self._origins.result(one.about, one.given, one.given_at))
+        return self._note_results(one.step.op, one.about, one.given, one.given_at, result, origin)
 
     def _note_results(
         self, op: Any, about: Facts, given: list[Tensor], at: list[int], result: Any, origin: int
@@ -718,7 +718,9 @@ class Follower(Recorder):
             now = function(values, **{**kwargs, "device": "cpu", "requires_grad": False})
             kept = self.script.made(self._made, now)
             if kept is None:
-                self._raise(Diverged(f"{lines().place} makes a tensor of other Python values than in the call before"))
+                self._raise(
+                    Diverged(f"{lines().location} makes a tensor of other Python values than in the call before")
+                )
             self._made += 1
             self._take_address(address(kept))
             return kept.requires_grad_(kwargs.get("requires_grad", False))
@@ -748,36 +750,36 @@ class Follower(Recorder):
         as_recorded = self.script is None or self.script.has(index, step)
         return as_recorded and index not in self._into and not about.lists
 
-    def _run(self, call: Call) -> Any:
-        differs = None if self.script is None else self.script.differs(call.index, call.step, lines)
+    def _run(self, one: Operation) -> Any:
+        differs = None if self.script is None else self.script.differs(one.index, one.step, lines)
         if differs is not None:
             self._raise(Diverged(differs))
-        reason = self._why_not(call)
-        kept = None if reason is None else self._kept(call, reason)
+        reason = self._why_not(one)
+        kept = None if reason is None else self._kept(one, reason)
         if kept is not None and kept.kind == "result":
             result = kept.result()
             for tensor in tensors_in((result,)):
                 self._take_address(address(tensor))
             return result
-        self._before(call)
-        result = self._execute(call)
-        fresh = self._done(call, result)
+        self._before(one)
+        result = self._execute(one)
+        fresh = self._done(one, result)
         for after in self._after:
-            after(call.step.op, call.args, call.kwargs, result, fresh)
+            after(one.step.op, one.args, one.kwargs, result, fresh)
         return result
 
-    def _kept(self, call: Call, reason: Reason) -> Kept | None:
-        """What was kept of an operation on constants; kept arguments take the place of those in `call`. None where it
+    def _kept(self, one: Operation, reason: Reason) -> Kept | None:
+        """What was kept of an operation on constants; kept arguments take the place of its own. None where it
         is to run: it reads a number that was compared before this capture."""
-        if reason is READ_CHANCE and self.script is not None and call.index in self.script.numbers:
+        if reason is READ_CHANCE and self.script is not None and one.index in self.script.numbers:
             return None
-        constants = self._check.kept_by(reason, call.given)
-        kept = None if self.script is None else self.script.kept.get(call.index)
+        constants = self._check.kept_by(reason, one.given)
+        kept = None if self.script is None else self.script.kept.get(one.index)
         if constants is None or kept is None:
-            self.refuse(call.about.short, reason)
+            self.refuse(one.about.short, reason)
         if kept.kind == "arguments":
-            call.look_at(*kept.in_place_of(constants, call.args, call.kwargs))
-            for where in kept.where.intersection(call.given_at):
+            one.look_at(*kept.in_place_of(constants, one.args, one.kwargs))
+            for where in kept.where.intersection(one.given_at):
                 self._take_address(where)
         return kept
 
@@ -785,16 +787,16 @@ class Follower(Recorder):
         self._origins.note_made(where, CONSTANTS)
         self.kept_at.add(where)
 
-    def _execute(self, call: Call) -> Any:
-        op, args, kwargs = call.step.op, call.args, call.kwargs
-        if call.about.collective:
+    def _execute(self, one: Operation) -> Any:
+        op, args, kwargs = one.step.op, one.args, one.kwargs
+        if one.about.collective:
             return self._graph.collective(op, args, kwargs)
-        into = self._into.get(call.index)
+        into = self._into.get(one.index)
         if into is not None and op in _INTO:
             with hidden():
                 target = into()
             write, size = _INTO[op]
             if size(*args, **kwargs) == target.size():
                 return write(*args, **kwargs, out=target)
-        with self._graph.around((*args, *kwargs.values())) if call.about.lists else nullcontext():
+        with self._graph.around((*args, *kwargs.values())) if one.about.lists else nullcontext():
             return _do(op, args, kwargs)

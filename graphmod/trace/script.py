@@ -100,8 +100,8 @@ class Script:
     def differs(self, index: int, step: Step, where: Callable[[], Lines]) -> str | None:
         """Why an operation of a capture is not the one of the recorded call; `where` tells its lines."""
         if index >= len(self.trace):
-            return f"{where().place} does more operations than the call before, which did {len(self.trace)}"
-        return None if self.has(index, step) else _differs(self.trace[index], step, where().place)
+            return f"{where().location} does more operations than the call before, which did {len(self.trace)}"
+        return None if self.has(index, step) else _differs(self.trace[index], step, where().location)
 
     def has(self, index: int, step: Step) -> bool:
         """Whether the recorded call did the same operation there, with the same scalars."""
@@ -116,7 +116,7 @@ class Script:
         """
         for index, step in enumerate(trace[: len(self.trace)]):
             if not self.has(index, step):
-                return _differs(self.trace[index], step, step.place)
+                return _differs(self.trace[index], step, step.location)
         return self.ends_otherwise(trace)
 
     def ends_otherwise(self, trace: list[Step]) -> str | None:
@@ -126,23 +126,23 @@ class Script:
         extra = (self.trace if len(self.trace) > len(trace) else trace)[min(len(self.trace), len(trace))]
         return (
             f"the call before did {len(self.trace)} operations, this one {len(trace)}; the first that differs is "
-            f"{facts(extra.op).short} at {extra.place}"
+            f"{facts(extra.op).short} at {extra.location}"
         )
 
 
-def _differs(old: Step, new: Step, place: str) -> str:
+def _differs(old: Step, new: Step, where: str) -> str:
     """Why an operation is another than that of the same index in the record of an earlier call."""
     name = facts(new.op).short
     if old.op is not new.op:
         return (
-            f"{place} does {name} where the call before did {facts(old.op).short}: a graph would "
+            f"{where} does {name} where the call before did {facts(old.op).short}: a graph would "
             "freeze one side of a branch in Python"
         )
     if facts(new.op).lifts:
-        return f"{place} makes a tensor of other values than in the call before: a graph would freeze them"
+        return f"{where} makes a tensor of other values than in the call before: a graph would freeze them"
     values = [(a, b) for a, b in zip(old.scalars, new.scalars, strict=False) if a != b]
     was, now_is = values[0] if values else (old.scalars, new.scalars)
     return (
-        f"{place} passes {now_is!r} to {name} where the call before passed {was!r}: a graph would freeze a Python "
+        f"{where} passes {now_is!r} to {name} where the call before passed {was!r}: a graph would freeze a Python "
         "number; make it a tensor and fill_ it"
     )

@@ -107,7 +107,7 @@ def test_chance_on_the_host_is_noticed():
     x = torch.ones(2, device="cuda")
     recorder, _ = watched(lambda x: x * 2 if torch.rand([]) > 2 else x, x, gpu=0)
     drawn = next(hazard for hazard in recorder.hazards if "drawn at random" in hazard.effect)
-    assert "test_recording.py" in drawn.lines.place
+    assert "test_recording.py" in drawn.lines.location
 
 
 # -- hazards -----------------------------------------------------------------------------------------------------------
