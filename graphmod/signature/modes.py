@@ -27,14 +27,7 @@ from graphmod.torch_private import (
 FOREIGN, GRAD, INFERENCE, AUTOCAST, DTYPE, DEVICE, SETTINGS = range(7)
 """Where each part of a `mode_key` stands."""
 
-_NAMES = (
-    "what looks on",
-    "gradients enabled",
-    "inference mode",
-    "autocast",
-    "default dtype",
-    "default device",
-)
+_NAMES = ("what looks on", "gradients enabled", "inference mode", "autocast", "default dtype", "default device")
 _PRECISIONS = ("float32 matmul precision", "float32 convolution precision", "float32 RNN precision")
 _OPERATIONS = ("matmul", "conv", "rnn")
 _LAST = ("order of attention backends", "torch.compiler stance", "denormal numbers or current GPU")
@@ -55,42 +48,23 @@ def _reader(device_type: str) -> Callable[[], tuple]:
     names: dict[str, Any] = {f"read{index}": function for index, function in enumerate(read)}
     backend = _backend(device_type)
     parts = [f"{name}()" for name in names]
-    parts += [f"precision({backend!r}, {operation!r})" for operation in _OPERATIONS]
-    parts += ["tuple(priority() or ())", f"stance() if {EVAL_FRAME!r} in modules else 'default'"]
+    parts += [f"fp32_precision({backend!r}, {operation!r})" for operation in _OPERATIONS]
+    parts += ["tuple(attention_order() or ())", f"dynamo_stance() if {EVAL_FRAME!r} in modules else 'default'"]
     several = on_gpu and torch.cuda.device_count() > 1
-    parts.append("current()" if several else "None" if on_gpu else "denormal * 1.0 != 0.0")
+    parts.append("current_device()" if several else "None" if on_gpu else "denormal * 1.0 != 0.0")
     settings = f"({', '.join(parts)})"
-    names |= {
-        "precision": private.fp32_precision,
-        "priority": private.attention_order,
-        "modules": sys.modules,
-        "stance": private.dynamo_stance,
-        "denormal": _DENORMAL,
-        "current": private.current_device,
-        "function_modes": private.function_modes,
-        "dispatch_modes": private.dispatch_modes,
-        "interpreter": private.functorch_interpreter,
-        "jit_tracing": private.jit_tracing,
-        "forward_ad": private.forward_ad,
-        "anomaly": private.is_anomaly_enabled,
-        "saved_hooks": private.top_saved_tensors_hooks,
-        "grad": private.is_grad_enabled,
-        "inference": private.is_inference_mode_enabled,
-        "any_autocast": private.any_autocast,
-        "default_dtype": torch.get_default_dtype,
-        "who_looks_on": _who_looks_on,
-        "autocast": lambda: _autocast(device_type),
-        "default_device": _default_device,
-    }
-    alone = (
-        "function_modes() or dispatch_modes() or interpreter() is not None or forward_ad._current_level >= 0 "
-        "or jit_tracing() is not None or anomaly() or saved_hooks(True) is not None"
+    names |= {"modules": sys.modules, "denormal": _DENORMAL, "default_dtype": torch.get_default_dtype}
+    names |= {"who_looks_on": _who_looks_on, "default_device": _default_device, "autocast": _autocast}
+    seen = (
+        "function_modes() or dispatch_modes() or functorch_interpreter() is not None or forward_ad._current_level >= 0 "
+        "or jit_tracing() is not None or is_anomaly_enabled() or top_saved_tensors_hooks(True) is not None"
     )
     key = (
-        f"(who_looks_on() if {alone} else None, grad(), inference(), autocast() if any_autocast() else None, "
-        f"default_dtype(), default_device() if function_modes() else None, {settings})"
+        f"(who_looks_on() if {seen} else None, is_grad_enabled(), is_inference_mode_enabled(), "
+        f"autocast({device_type!r}) if any_autocast() else None, default_dtype(), "
+        f"default_device() if function_modes() else None, {settings})"
     )
-    return eval(f"lambda: {key}", names)  # of the names above
+    return eval(f"lambda: {key}", vars(private) | names)
 
 
 _readers: dict[str, Callable[[], tuple]] = {}
