@@ -55,16 +55,21 @@ def communicated() -> dict[Any, int]:
 
 
 class Agreement:
-    """The votes of one callable."""
+    """The votes of one callable.
+
+    Attributes:
+        is_open: whether the vote of this call is still to come.
+        why: the last vote was for an eager call, for this reason, though this rank had another choice.
+        lasts: and a rank will always vote so.
+    """
 
     def __init__(self) -> None:
         self._ranks: tuple[int, ...] = (distributed.get_rank(),)
         self._ballot: Ballot | None = None  # of these ranks, where they are several
         self._others: set[tuple[int, ...]] = set()  # groups with ranks that do not vote yet
-        self._open = False
+        self.is_open = False
         self._captures = False
-        self.why = ""  # the last vote was for an eager call, though this rank had another choice
-        self.lasts = False  # and a rank will always vote so
+        self.why, self.lasts = "", False
 
     def learn(self, groups: Iterable[Any]) -> None:
         """A call has communicated in these process groups."""
@@ -73,12 +78,7 @@ class Agreement:
 
     def begin(self) -> None:
         """A call begins, in which nobody has voted yet."""
-        self._open, self._captures, self.why, self.lasts = True, False, "", False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the vote of this call is still to come."""
-        return self._open
+        self.is_open, self._captures, self.why, self.lasts = True, False, "", False
 
     def choose(self, choice: Choice, why: str = "", lasts: bool = False) -> bool:
         """Votes, if the call has not; waits for all others.
@@ -90,9 +90,9 @@ class Agreement:
         Returns:
             Whether all ranks replay or capture. Where some capture, they have.
         """
-        if not self._open:
+        if not self.is_open:
             return False
-        self._open = False
+        self.is_open = False
         least, most = self._votes(Choice.meet if self._others else choice, tuple(Choice))
         if least == Choice.meet:
             self._meet()

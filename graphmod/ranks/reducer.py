@@ -28,7 +28,6 @@ from graphmod.errors import Diverged
 from graphmod.torch_private import bucket_assignment, foreach_copy_, queue_callback, storage_uses
 from graphmod.trace.dispatch import beside_the_call, current, hidden
 
-_use_count = storage_uses
 _operators = torch.library.Library("graphmod", "FRAGMENT")
 _operators.define("bucket(Tensor[] gradients) -> Tensor")
 _operators.define("gather_(Tensor(a!) bucket, Tensor[] gradients) -> ()")
@@ -42,7 +41,7 @@ def alone(gradient: Tensor, arriving: bool) -> bool:
         arriving: it is the one whose hook runs, which autograd itself may still hold.
     """
     uses = uses_alone()[arriving]
-    return uses is not None and _use_count(gradient.untyped_storage()._cdata) <= uses
+    return uses is not None and storage_uses(gradient.untyped_storage()._cdata) <= uses
 
 
 @functools.cache
@@ -67,7 +66,7 @@ def _uses_in_hooks(share: bool) -> tuple[int, int]:
             return
         if share and not hold:
             hold.append(first.grad.view(2))
-        found.append(_use_count(first.grad.untyped_storage()._cdata))
+        found.append(storage_uses(first.grad.untyped_storage()._cdata))
 
     for leaf in (first, second):
         leaf.register_post_accumulate_grad_hook(look)
@@ -135,10 +134,10 @@ class Bucket:
     def _lasting_for(self, gradients: list[Tensor]) -> Tensor:
         """The same memory as the last time, unless somebody still holds gradients there: an optimizer's graph reads
         them at their address."""
-        if self._lasting is None or _use_count(self._lasting[1]._cdata) > self._lasting[2]:
+        if self._lasting is None or storage_uses(self._lasting[1]._cdata) > self._lasting[2]:
             flat = _empty_for(gradients)
             storage = flat.untyped_storage()
-            self._lasting = flat, storage, _use_count(storage._cdata)
+            self._lasting = flat, storage, storage_uses(storage._cdata)
         return self._lasting[0]
 
 
