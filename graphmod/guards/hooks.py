@@ -30,21 +30,19 @@ class HookWatch:
         self._handles = RemovableHandle.next_id
 
     def changed(self) -> str | None:
-        # Whoever registers a hook, anywhere, gets a handle with the next number. To look at every parameter takes as
-        # long as the rest of the watch.
+        """Which hooks came or went, in words."""
         handles = RemovableHandle.next_id
-        if handles == self._handles and not self._hooked:
-            return None
-        added = self.added()
-        if added is not None:
-            return added
-        if self._hooked and list(map(_those_of, self._hooked)) != self._before:
-            return "a gradient hook of a parameter was removed or exchanged"
-        self._handles = handles
-        return None
+        reason = self.added()
+        if reason is None and self._hooked and list(map(_those_of, self._hooked)) != self._before:
+            reason = "a gradient hook of a parameter was removed or exchanged"
+        if reason is None:
+            self._handles = handles
+        return reason
 
     def added(self) -> str | None:
         """Whether a parameter that had no hooks has some."""
+        # Whoever registers a hook, anywhere, gets a handle with the next number. To look at every parameter takes as
+        # long as the rest of the watch.
         if RemovableHandle.next_id == self._handles:
             return None
         if any(map(_backward_hooks, self._free)) or any(map(_post_accumulate, self._free)):
