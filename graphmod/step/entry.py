@@ -130,7 +130,7 @@ class Entry:
             often that was so.
         needs_grad: its results have a backward.
         called_forward: outside of any backward.
-        refused: calls while it was disabled; retry_at: how many of them until another is tried.
+        turned_down: calls while it was disabled; retry_at: how many of them until another is tried.
         reason: why it is disabled, or failed last; lost: why its graphs were dropped last, or were not made.
         last_used: the call of the module, counted, that was the last of this signature.
         matcher: made for the first replay.
@@ -151,7 +151,7 @@ class Entry:
     graphs: list[Any] = field(default_factory=list)
     recordings: list[Any] = field(default_factory=list)
     disabled: bool = False
-    refused: int = 0
+    turned_down: int = 0
     retry_at: int = _RETRY
     difference: str = ""
     cause: str = ""
@@ -311,8 +311,8 @@ class Entry:
         """
         if not self.disabled:
             return False
-        self.refused += 1
-        if self.refused < self.retry_at or self.out_of_date:
+        self.turned_down += 1
+        if self.turned_down < self.retry_at or self.out_of_date:
             return True
         self.retry_at *= 2
         self._enable()
