@@ -5,16 +5,12 @@ a captured graph offers `replay()` and what the recorder saw. `capture` leaves t
 which produces the results of the very call that was captured.
 """
 
-import logging
-
 import torch
 
 from graphmod.backend.cuda import CudaBackend
 from graphmod.backend.emulated import EmulatedBackend
 from graphmod.config import BackendName
 from graphmod.errors import ConfigError
-
-log = logging.getLogger("graphmod")
 
 Backend = CudaBackend | EmulatedBackend
 

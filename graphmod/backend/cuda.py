@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from graphmod.backend.branches import divisible, spread
 from graphmod.backend.lifetime import Graphs, capturing, launcher
-from graphmod.backend.streams import begin_capture, renew_gradient_accumulators, stream_for
+from graphmod.backend.streams import begin_capture, stream_for
 from graphmod.cuda_driver import last_captured
 from graphmod.torch_private import current_node, end_allocation_to_pool, settle_attention_order
 from graphmod.trace.garbage import no_garbage_collection
@@ -124,7 +124,6 @@ class CudaBackend:
         device: a CUDA device.
     """
 
-    name = "cuda"
     on_gpu = True
     device_type = "cuda"
 
@@ -154,10 +153,6 @@ class CudaBackend:
             yield
         finally:
             self.stream.wait_stream(current)
-
-    def renew_accumulators(self, parameters: list[Tensor]) -> None:
-        """Makes a capture build the parameters' gradient accumulators anew, on its own stream."""
-        renew_gradient_accumulators(parameters)
 
     def views(self, parameters: list[Tensor], within: bool) -> list[Tensor]:
         """A view of each parameter whose autograd node belongs to the capture stream; `within`, the accumulator behind

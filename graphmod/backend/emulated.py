@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmod.backend.streams import renew_gradient_accumulators
 from graphmod.torch_private import BelowAutograd, NoAutocast, Work, functional_collectives, work_from_future
 from graphmod.trace.garbage import no_garbage_collection
 from graphmod.trace.operations import address, facts
@@ -24,7 +23,8 @@ from graphmod.trace.undo import within
 
 _NO_FILL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
 # These change how a tensor looks at its memory, which the recording keeps as they have left it.
-_NO_FILL |= {"as_strided_", "detach_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"}
+_RESHAPE = {"as_strided_", "detach_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"}
+_NO_FILL = NO_VALUES | _RESHAPE
 
 
 class EmulatedPool:
@@ -285,7 +285,6 @@ def _without_memory(value: Any) -> Any:
 class EmulatedBackend:
     """Records and repeats on the CPU."""
 
-    name = "emulated"
     on_gpu = False
     device_type = "cpu"
     device = torch.device("cpu")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphmod.backend.streams import renew_gradient_accumulators
 from graphmod.errors import CaptureRefused, SuccessorFailed
 from graphmod.errors import reason as failure
 from graphmod.guards.changes import NOT_REPLAYED
@@ -383,7 +384,7 @@ class own_ends:
         self._renewed += self._parameters.values() if self._within else ()
 
     def __enter__(self) -> None:
-        self._backend.renew_accumulators(self._renewed)
+        renew_gradient_accumulators(self._renewed)
         views = self._backend.views(list(self._parameters.values()), self._within)
         self._graph.stand_ins = dict(zip(self._parameters, views, strict=True))
         for names, key, parameter in self._places:
@@ -392,7 +393,7 @@ class own_ends:
     def __exit__(self, *_: object) -> None:
         for names, key, parameter in self._places:
             names[key] = parameter
-        self._backend.renew_accumulators(self._renewed)
+        renew_gradient_accumulators(self._renewed)
 
 
 def _replaced(graph: StepGraph, found: Guards) -> list[tuple[dict, str, nn.Parameter]]:
