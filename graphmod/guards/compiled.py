@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmod.guards.library import CORE
 from graphmod.guards.values import is_plain
 from graphmod.torch_private import dynamo_guards, set_grad_enabled, without_modes, written_by_dynamo
 from graphmod.trace.dispatch import hidden
+from graphmod.trace.lines import CORE
 
 _DEVICES = ("cpu", "cuda")
 _COPIED = (tuple, list, dict)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from graphmod.guards.library import CORE
+from graphmod.trace.lines import CORE
 
 _backward_hooks = operator.attrgetter("_backward_hooks")
 _post_accumulate = operator.attrgetter("_post_accumulate_grad_hooks")

@@ -3,21 +3,15 @@
 import functools
 import os
 import sys
-import sysconfig
 import types
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from graphmod.torch_private import DYNAMO, INDUCTOR, PYTREE
+from graphmod.trace.lines import CORE, STDLIB, TORCH
 from graphmod.trace.untraced import identity
 
-CORE = str(Path(__file__).parent.parent) + os.sep
-TORCH = str(Path(torch.__file__).parent) + os.sep
-STDLIB = sysconfig.get_path("stdlib") + os.sep
 # What changes in many calls and decides nothing: loggers, what torch.compile keeps about code, who watches a call.
 _OF_NO_MEANING = (
     *("logging", DYNAMO, INDUCTOR, "torch.fx", PYTREE, "warnings"),

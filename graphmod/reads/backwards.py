@@ -17,12 +17,12 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import Node
 
-from graphmod.guards.library import CORE
 from graphmod.guards.notes import Notes
 from graphmod.reads import events
 from graphmod.reads.frames import NOT_TOLD, Frames
 from graphmod.torch_private import beside_dynamo, current_backward, current_node, queue_callback
 from graphmod.trace.garbage import Ages
+from graphmod.trace.lines import CORE
 from graphmod.trace.undo import let_through
 from graphmod.trace.untraced import identity
 

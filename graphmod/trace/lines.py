@@ -3,6 +3,7 @@
 import functools
 import inspect
 import logging
+import os
 import sys
 import sysconfig
 from pathlib import Path
@@ -13,15 +14,14 @@ import torch
 
 from graphmod.torch_private import current_node
 
-_OWN = str(Path(__file__).parent.parent)
-_TORCH = str(Path(torch.__file__).parent)
+CORE, TORCH = str(Path(__file__).parent.parent) + os.sep, str(Path(torch.__file__).parent) + os.sep
+STDLIB = sysconfig.get_path("stdlib") + os.sep
 _PACKAGES = str(Path(torch.__file__).parent.parent)
-_STDLIB = sysconfig.get_paths()["stdlib"]
 _LOGGING = str(Path(logging.__file__).parent)
 # How torch gets from a call to an operation: of these no line tells anything.
-_PLUMBING = (f"{_TORCH}/_", f"{_TORCH}/nn/modules/module.py", f"{_TORCH}/utils/_", f"{_TORCH}/autograd/", _OWN)
+_PLUMBING = (f"{TORCH}_", f"{TORCH}nn/modules/module.py", f"{TORCH}utils/_", f"{TORCH}autograd/", CORE)
 _ENGINE = "_engine_run_backward"
-_WRAPPED = (f"{_TORCH}/optim/optimizer.py", f"{_TORCH}/optim/lr_scheduler.py")
+_WRAPPED = (f"{TORCH}optim/optimizer.py", f"{TORCH}optim/lr_scheduler.py")
 
 
 class Lines(NamedTuple):
@@ -59,9 +59,9 @@ def location(code: CodeType, line: int) -> str:
 def _kind(path: str) -> str:
     if path.startswith(_PLUMBING) or path.startswith(("<frozen", "<eval_with_key>")):
         return "plumbing"
-    if path.startswith(_TORCH):
+    if path.startswith(TORCH):
         return "torch"
-    if "site-packages" in path or "dist-packages" in path or path.startswith(_STDLIB):
+    if "site-packages" in path or "dist-packages" in path or path.startswith(STDLIB):
         return "library"
     return "user"
 
@@ -134,10 +134,10 @@ _REMEDIES_IN = {
     "model with attn_implementation='eager'",
     f"{_PACKAGES}/transformers/modeling_utils.py": "pass attention_mask=torch.ones_like(input_ids) where nothing is "
     "padded, or set model.config.pad_token_id = None",
-    f"{_TORCH}/amp/grad_scaler.py": "keep the GradScaler's step() and update() outside of the captured call",
-    f"{_TORCH}/distributions/": "build the distribution with validate_args=False",
-    f"{_TORCH}/nn/utils/clip_grad.py": "call it with error_if_nonfinite=False",
-    f"{_TORCH}/optim/swa_utils.py": "keep update_parameters() outside of the captured call",
+    f"{TORCH}amp/grad_scaler.py": "keep the GradScaler's step() and update() outside of the captured call",
+    f"{TORCH}distributions/": "build the distribution with validate_args=False",
+    f"{TORCH}nn/utils/clip_grad.py": "call it with error_if_nonfinite=False",
+    f"{TORCH}optim/swa_utils.py": "keep update_parameters() outside of the captured call",
 }
 
 

@@ -8,19 +8,15 @@ left has put anything back. So what is to be undone is known before it is done, 
 from __future__ import annotations
 
 import dis
-import os
 import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
-import torch
-
-import graphmod
+from graphmod.trace.lines import CORE, TORCH
 
 T = TypeVar("T")
-_KNOWN = tuple(os.path.dirname(one.__file__) + os.sep for one in (graphmod, torch))
 _RAISES = [dis.opmap[name] for name in ("RAISE_VARARGS", "RERAISE")]
 
 
@@ -142,7 +138,7 @@ def is_interrupt(error: BaseException | None) -> bool:
     while trace is not None:
         last, frame, trace = trace, trace.tb_frame, trace.tb_next
         # Of these frames not: that would be kept with them, and lead to the error.
-        known = frame.f_code.co_filename.startswith(_KNOWN)
+        known = frame.f_code.co_filename.startswith((CORE, TORCH))
         if not known and any(value is frame.f_back for value in frame.f_locals.values() if value is not None):
             return True
     library = type(error).__module__.partition(".")[0]

@@ -13,11 +13,11 @@ from torch import nn
 
 from graphmod import CUDAGraphModule
 from graphmod.fuse.inductor import compiled_code
-from graphmod.guards.library import CORE, TORCH
 from graphmod.reads import frames
 from graphmod.reads.reading import Reading
 from graphmod.signature.call import Call
 from graphmod.step.recording import record
+from graphmod.trace.lines import CORE, TORCH
 from graphmod.trace.untraced import identity
 
 
