@@ -114,21 +114,10 @@ def rule_of(mask_function: Callable, reach: int, device: torch.device) -> Rule:
 
 STATIC = "causal_sdpa"
 """The attention of training on whole sequences (`train.attention`), which knows no cache and no mask."""
-BESIDE = frozenset(
-    [
-        "dropout",
-        "sliding_window",
-        "is_causal",
-        "use_cache",
-        "position_ids",
-        "cache_position",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "return_dict",
-        "num_items_in_batch",
-    ]
-)
+BESIDE = {
+    *("dropout", "sliding_window", "is_causal", "use_cache", "position_ids", "cache_position", "output_attentions"),
+    *("output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch"),
+}
 """Keywords that come to an attention function and ask it for nothing more than its mask says."""
 PROBE = "graphmod_probe"
 """The name under which what looks at a model stands in for its attention."""

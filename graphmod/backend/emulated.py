@@ -15,13 +15,13 @@ from torch import Tensor
 
 from graphmod.torch_private import BelowAutograd, NoAutocast, Work, functional_collectives, work_from_future
 from graphmod.trace.garbage import no_garbage_collection
+from graphmod.trace.hazards import NO_VALUES
 from graphmod.trace.operations import address, facts
 from graphmod.trace.recorder import Follower, Graph
 from graphmod.trace.script import Script
 from graphmod.trace.tensors import each_tensor, tensors_in
 from graphmod.trace.undo import within
 
-_NO_FILL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
 # These change how a tensor looks at its memory, which the recording keeps as they have left it.
 _RESHAPE = {"as_strided_", "detach_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"}
 _NO_FILL = NO_VALUES | _RESHAPE
@@ -298,10 +298,6 @@ class EmulatedBackend:
     def in_turn(self) -> contextlib.AbstractContextManager:
         """Streams are what a GPU needs this for."""
         return contextlib.nullcontext()
-
-    def renew_accumulators(self, parameters: list[Tensor]) -> None:
-        """As on a GPU, where streams are what it is needed for."""
-        renew_gradient_accumulators(parameters)
 
     def views(self, parameters: list[Tensor], within: bool) -> list[Tensor]:
         """A view of each parameter."""

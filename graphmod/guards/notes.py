@@ -145,16 +145,8 @@ class Note:
     """
 
     __slots__ = (
-        "_container",
-        "_owner",
-        "_value",
-        "_view",
-        "_weak_owner",
-        "_weak_value",
-        "items",
-        "key",
-        "kind",
-        "where",
+        *("_container", "_owner", "_value", "_view", "_weak_owner", "_weak_value"),
+        *("items", "key", "kind", "where"),
     )
 
     def __init__(self, owner: Any, place: Place, where: tuple) -> None:

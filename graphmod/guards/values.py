@@ -227,11 +227,12 @@ def of_c(owner: Any, name: str) -> Any:
 
 
 # -- what is inside, and what is the same ------------------------------------------------------------------------------
-PLAIN = (
-    *(int, float, complex, str, bytes, bool, type(None), range, slice, type(...)),
+CONSTANTS = (
+    *(int, float, complex, str, bytes, bool, range, type(...)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
-    *(datetime.date, datetime.timedelta, decimal.Decimal, pathlib.PurePath),
 )
+"""Kinds of values that Python and PyTorch write out as constants."""
+PLAIN = (*CONSTANTS, type(None), slice, datetime.date, datetime.timedelta, decimal.Decimal, pathlib.PurePath)
 """Kinds of values that never change and count by what they are."""
 _SEQUENCES = (list, tuple, deque)
 _SETS = (set, frozenset)

@@ -97,15 +97,8 @@ _groups = frozenset(identity(code) for code in _GROUPS if _NAMES.issuperset(code
 # By identity: the hash of code takes microseconds, and there is none where dynamo has put a dict among the constants.
 _walks = frozenset(map(identity, _WALKS))
 # From an operation that is recorded to its kernels nothing comes back but tensors and numbers.
-_ON_THE_WAY = (
-    dispatch._fallback,
-    dispatch.current,
-    dispatch._kernel,
-    dispatch._any_stands,
-    untraced,
-    OpOverload.__call__,
-)
-_OPERATIONS = {one.__code__ for one in _ON_THE_WAY}
+_ON_THE_WAY = (dispatch._fallback, dispatch.current, dispatch._kernel, dispatch._any_stands, untraced)
+_OPERATIONS = {one.__code__ for one in (*_ON_THE_WAY, OpOverload.__call__)}
 _OPERATIONS |= {one for code in list(_OPERATIONS) for one in code.co_consts if isinstance(one, CodeType)}
 _passed_over = {identity(one): events.NOTHING for one in _MACHINERY}
 _passed_over |= {identity(one): events.NEVER for one in _OPERATIONS}

@@ -17,28 +17,13 @@ from enum import Enum
 from typing import Any
 
 import numpy
-import torch
 from torch import Tensor, nn
 
+from graphmod.guards.library import for_each_class
+from graphmod.guards.values import CONSTANTS, is_made_by_code
 from graphmod.torch_private import weak_reference
 
-PLAIN_KINDS = frozenset(
-    {
-        int,
-        float,
-        bool,
-        str,
-        bytes,
-        complex,
-        range,
-        torch.dtype,
-        torch.device,
-        torch.Size,
-        torch.layout,
-        torch.memory_format,
-        type(...),
-    }
-)
+PLAIN_KINDS = frozenset(CONSTANTS)
 
 
 class Leaf:
@@ -192,7 +177,6 @@ def unrepeatable(structure: Any, path: str = "", named: Sequence[str] = ()) -> t
 
 _EQUAL_BUT_NOT_ALIKE = frozenset({float, complex, range})  # 0.0 is not -0.0
 _MOST_BYTES = 65536  # of a numpy array that is compared by its content
-_HEAP_TYPE = 1 << 9  # the flag of classes that Python code made
 _LEAVES = [Leaf(index) for index in range(64)]
 
 
@@ -203,25 +187,20 @@ def _leaf(index: int) -> Leaf:
 
 
 _BASES = (tuple, list, OrderedDict, defaultdict, dict, deque, set, frozenset, types.SimpleNamespace)
-_bases: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()
 
 
+@for_each_class
 def _base(kind: type) -> Any:
     """The built-in container that a class is a kind of, `object` for a dataclass; None if it is not to be looked
     into."""
-    found = _bases.get(kind, False)
-    if found is False:
-        built_in = [base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE]
-        found = next((base for base in _BASES if issubclass(kind, base)), None)
-        if found is None and dataclasses.is_dataclass(kind) and not issubclass(kind, nn.Module):
-            found = object
-        known = {found, object, dict if found in (OrderedDict, defaultdict) else object}
-        if found is tuple and _is_record(kind) and kind.n_fields == kind.n_sequence_fields:
-            known.add(kind)
-        if not known.issuperset(built_in):
-            found = None
-        _bases[kind] = found
-    return found
+    built_in = [base for base in kind.__mro__ if not is_made_by_code(base)]
+    found = next((base for base in _BASES if issubclass(kind, base)), None)
+    if found is None and dataclasses.is_dataclass(kind) and not issubclass(kind, nn.Module):
+        found = object
+    known = {found, object, dict if found in (OrderedDict, defaultdict) else object}
+    if found is tuple and _is_record(kind) and kind.n_fields == kind.n_sequence_fields:
+        known.add(kind)
+    return found if known.issuperset(built_in) else None
 
 
 def _is_record(kind: type) -> bool:

@@ -32,7 +32,8 @@ _UNREPEATABLE = {
 }
 _GROUPED = "aten::_grouped_mm"
 _SPARSE_GRADIENT = {"aten::embedding": (4, "sparse"), "aten::_embedding_bag": (5, "sparse")}
-_PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+"""The classes of tensors that run no Python of their own."""
 _TOLD_BY_NAME = {*_HOST_READS, _LINALG_CHECK, *_INDEXING, *_UNREPEATABLE, _GROUPED, *_SPARSE_GRADIENT}
 OUTSIDE = "keep it outside the captured module"
 
@@ -139,7 +140,7 @@ _ONLY_SHAPES = {
     *("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "rand_like", "randn_like"),
     *("randint_like", "_shape_as_tensor"),
 }
-_NO_VALUES = {
+NO_VALUES = {
     "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "empty_quantized",
 }  # fmt: skip
 UNWRITTEN, CONSTANTS, CHANCE, DATA, NOT_MADE = range(5)
@@ -216,7 +217,7 @@ def fixed_origin(about: Facts) -> int | None:
     if about.collective:
         return DATA
     name = about.short
-    return UNWRITTEN if name in _NO_VALUES else CONSTANTS if name in _ONLY_SHAPES else None
+    return UNWRITTEN if name in NO_VALUES else CONSTANTS if name in _ONLY_SHAPES else None
 
 
 # -- operations --------------------------------------------------------------------------------------------------------
@@ -294,7 +295,7 @@ class Check:
         for tensor in given:
             if tensor.layout is not torch.strided or tensor.is_nested:
                 return Reason("works on a sparse or nested tensor, whose size depends on the data", OUTSIDE)
-            if tensor.__class__ not in _PLAIN and _has_python(tensor):
+            if tensor.__class__ not in PLAIN and _has_python(tensor):
                 return Reason(
                     f"works on a {type(tensor).__name__}, a kind of tensor with Python code of its own, which a replay "
                     "would not run",

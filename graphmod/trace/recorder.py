@@ -28,6 +28,7 @@ from graphmod.trace.hazards import (
     DATA,
     NOT_MADE,
     OUTSIDE,
+    PLAIN,
     READ_CHANCE,
     UNDER_A_MODE,
     UNWRITTEN,
@@ -62,7 +63,7 @@ log = logging.getLogger("graphmod")
 _storage, _pointer = TensorBase.untyped_storage, torch.UntypedStorage.data_ptr
 _new: Callable[..., Any] = tuple.__new__
 _node_of_now = current_node
-_PLAIN = frozenset((Tensor, torch.nn.Parameter, torch.nn.Buffer))
+_PLAIN = frozenset(PLAIN)
 _VALUES = frozenset((int, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format, complex))
 _harmless: dict[int, tuple[Facts, Any, int | None, bool]] = {}
 
