@@ -144,7 +144,7 @@ def _names(step: TrainStep) -> list[str]:
 
 
 def _state(step: TrainStep) -> dict[str, Tensor]:
-    """This rank's part of what is saved, by name."""
+    """The optimizer's state and the averaged weights, of a split model this rank's part of them, by name."""
     found = {}
     names, trained = _names(step), step.iteration.trained
     for name, parameter in zip(names, trained, strict=True):
@@ -180,8 +180,8 @@ def save_shards(folder: Path, step: TrainStep, group: Any, checksum: Callable[[P
     return {path.name: [path.stat().st_size, checksum(path)] for path in mine}
 
 
-def load_shards(folder: Path, step: TrainStep) -> None:
-    """Puts this rank's part, which may be all, into the optimizer and the averaged weights of `step`.
+def load_shards(folder: Path, step: TrainStep) -> dict[str, Tensor]:
+    """This rank's part, which may be all, of the optimizer's state and the averaged weights, by name.
 
     Raises:
         DamagedCheckpoint: `folder` cannot be read.
@@ -207,54 +207,31 @@ def load_shards(folder: Path, step: TrainStep) -> None:
             checkpoint.load(wanted, storage_reader=reader, no_dist=True)
     except (Exception, checkpoint.CheckpointException) as error:
         raise DamagedCheckpoint(f"{folder} cannot be read: {error}") from error
-    kinds: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
-    averages = {}
-    for key, value in wanted.items():
-        first, name, *kind = key.split("/")
-        if first == _EMA:
-            averages[name] = value
-        else:
-            kinds[name][kind[0]] = value
-    put_state(step, kinds, averages)
+    return wanted
 
 
-def put_state(step: TrainStep, kinds: dict[str, dict[str, Any]], averages: dict[str, Tensor]) -> None:
-    """Puts an optimizer's state and averaged weights, by the names of parameters, into `step`.
+def put_state(step: TrainStep, saved: dict[str, Tensor]) -> None:
+    """Puts an optimizer's state and averaged weights into `step`.
 
     Args:
-        kinds: the state of each parameter; of this rank's part, or whole.
-        averages: likewise; empty where there are none.
+        saved: by name, as they were saved; this rank's part of them, or all.
     """
     names, trained = _names(step), step.iteration.trained
-    state = {}
-    for index, (name, parameter) in enumerate(zip(names, trained, strict=True)):
-        if kinds.get(name):
-            state[index] = {kind: _part(value, parameter) for kind, value in kinds[name].items()}
+    state: dict[int, dict[str, Any]] = {}
+    places = {name: index for index, name in enumerate(names)}
+    for key, value in saved.items():
+        if key.startswith(f"{_OPTIMIZER}/"):
+            name, _, kind = key.removeprefix(f"{_OPTIMIZER}/").rpartition("/")
+            state.setdefault(places[name], {})[kind] = _part(value, trained[places[name]])
     groups = step.optimizer.state_dict()["param_groups"]
     step.optimizer.load_state_dict({"state": state, "param_groups": groups})
     with torch.no_grad():
         for name, average in zip(names, step.iteration.ema, strict=False):
-            local(average).copy_(local(_part(averages[name], average)))
+            local(average).copy_(local(_part(saved[f"{_EMA}/{name}"], average)))
 
 
-def _part(value: Any, like: Tensor) -> Any:
-    return spread(value, like) if isinstance(value, Tensor) and value.shape == like.shape else value
-
-
-def by_name(step: TrainStep, saved: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
-    """The optimizer's state and averaged weights that a whole model was saved with, for `put_state`.
-
-    Args:
-        saved: what `load_training_state` found. It has them in the order of the optimizer of a whole model: matrices,
-            then vectors.
-    """
-    known = {id(parameter): name for name, parameter in step.model.named_parameters()}
-    trained = [parameter for parameter in step.model.parameters() if parameter.requires_grad]
-    ordered = sorted(trained, key=lambda parameter: parameter.dim() <= 1)
-    names = [known[id(parameter)] for parameter in ordered]
-    state = saved["optimizer"]["state"]
-    averages = dict(zip(names, saved["step"].get("ema", ()), strict=False))
-    return {names[index]: kinds for index, kinds in state.items()}, averages
+def _part(value: Tensor, like: Tensor) -> Tensor:
+    return spread(value, like) if value.shape == like.shape else value
 
 
 def put_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -416,10 +393,9 @@ def _write(
 def _trained(step: TrainStep, in_shards: bool) -> dict[str, Any]:
     """The state of optimizer and step, as far as it is not in shards."""
     state = step.state_dict()
-    if not in_shards:
-        return {"optimizer": step.optimizer.state_dict(), "step": state}
     state.pop("ema", None)
-    return {"learning_rate": float(step.learning_rate), "step": state}
+    found = {"learning_rate": float(step.learning_rate), "step": state}
+    return found if in_shards else {**found, "trained": _state(step)}
 
 
 def save_checkpoint(
@@ -590,15 +566,9 @@ def restore(
         put_weights(model, weights.items())
     else:
         model.load_state_dict(weights)
-    if "optimizer" not in state:
-        load_shards(folder / SHARDS, step)
-    elif is_split(model):
-        put_state(step, *by_name(step, state))
-        state["step"].pop("ema", None)
-    else:
-        step.optimizer.load_state_dict(state["optimizer"])
+    put_state(step, state["trained"] if "trained" in state else load_shards(folder / SHARDS, step))
     for group, rate in zip(step.optimizer.param_groups, rates, strict=True):
-        rate.copy_(torch.as_tensor(state.get("learning_rate", group["lr"])))
+        rate.copy_(torch.as_tensor(state["learning_rate"]))
         group["lr"] = rate
     step.load_state_dict(state["step"])
     states = [state["random"], *state.get("random_of_others", ())]

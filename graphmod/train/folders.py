@@ -209,7 +209,7 @@ def require_no_own_model(folder: Path) -> None:
 STATE_FILE = "training_state.pt"
 CHECKPOINTS = "checkpoints"
 EMA_FOLDER = "ema"
-FORMAT = 3
+FORMAT = 1
 PARTS = ("steps_done", "config", "settings", "data", "ranks", "processes", "arrangement", "seen")  # of `Progress`
 _CHUNK = 1 << 22
 T = TypeVar("T")

@@ -149,7 +149,8 @@ def test_the_checkpoint_loads_with_from_pretrained_and_holds_the_optimizer(on_te
     assert model.config.use_cache is True and model.config._attn_implementation == "sdpa"
     state = load_training_state(folder)
     assert state["steps_done"] == 8 and int(state["step"]["position"]) == 8
-    assert len(state["optimizer"]["state"]) == len(list(model.parameters()))
+    moments = {f"optimizer/{name}/exp_avg" for name, _ in model.named_parameters()}
+    assert {name for name in state["trained"] if name.endswith("/exp_avg")} == moments
     assert [path.name for path in folder.parent.iterdir()] == [folder.name], "a half-written folder was left"
 
 
