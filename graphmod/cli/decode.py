@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator
 from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from graphmod.cli.prompts import OutputFile, Prompt, line_of, open_output
 from graphmod.cli.settings import GenerateConfig, ModelSource, Precision, ServeConfig
@@ -27,13 +28,12 @@ from graphmod.decode.engine import DecodeEngine
 from graphmod.decode.scheduler import kind_of_row
 from graphmod.decode.step import FILTERED, GREEDY, PLAIN
 from graphmod.decode.types import Completion, RequestError
-from graphmod.errors import ConfigError, reason
 from graphmod.serve.engine_side import FrontLost, FrontProcess, Host
 from graphmod.text import Codec, TextStream, TokenizerCodec, codec_for
 from graphmod.trace.garbage import frozen_heap
 from graphmod.train.device import pick_device
 from graphmod.train.folders import EMA_FOLDER, DamagedCheckpoint, NewerCheckpoint, read_manifest
-from graphmod.train.model import is_adapter, no_transformers_bars, set_special_tokens
+from graphmod.train.model import is_adapter, load_weights, set_special_tokens
 from graphmod.words import counted
 
 # -- the model, how it was trained and where its KV cache is -----------------------------------------------------------
@@ -51,18 +51,8 @@ def load_model(folder: Path, source: ModelSource, codec: Codec | None = None) ->
         ConfigError: transformers cannot read it, or weights are missing.
     """
     device = pick_device(source.device, "model.device")
-    adapters = is_adapter(folder)
-    try:
-        with no_transformers_bars():
-            model, info = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=_DTYPES[source.precision], local_files_only=True, output_loading_info=True
-            )
-    except Exception as error:  # whatever the readers of the many file formats raise
-        raise ConfigError(f"model.path={folder} is not a model that transformers can read: {reason(error)}") from error
-    if info["missing_keys"]:
-        some = ", ".join(sorted(info["missing_keys"])[:3])
-        raise ConfigError(f"model.path={folder} lacks {len(info['missing_keys'])} weights of its model, such as {some}")
-    if adapters and isinstance(codec, TokenizerCodec):
+    model: Any = load_weights(folder, None, _DTYPES[source.precision], setting="model.path=")
+    if is_adapter(folder) and isinstance(codec, TokenizerCodec):
         set_special_tokens(model, codec.tokenizer)
     say_plainly(f"model: {folder}" + (f", {known}" if (known := trained(folder)) else ""))
     return model.to(device).eval()

@@ -284,8 +284,8 @@ def model_config(model: ModelConfig, data_vocab_size: int | None, length: int) -
         try:
             config = AutoConfig.from_pretrained(str(model.path), local_files_only=True)
         except Exception as error:
-            reason = str(error).splitlines()[0]
-            raise ConfigError(f"model.path={model.path} is not a model that transformers can read: {reason}") from error
+            said = f"model.path={model.path} is not a model that transformers can read: {reason(error)}"
+            raise ConfigError(said) from error
         limit = getattr(config, "max_position_embeddings", None)
         if limit is not None and length > limit:
             raise ConfigError(f"data.seq_len={length} is longer than the {limit} positions of {model.path}")
@@ -330,13 +330,20 @@ def no_transformers_bars():
 
 
 def load_weights(
-    folder: str | Path, config: PretrainedConfig, dtype: torch.dtype, kind: Any = AutoModelForCausalLM
+    folder: str | Path,
+    config: PretrainedConfig | None,
+    dtype: torch.dtype | str,
+    kind: Any = AutoModelForCausalLM,
+    setting: str = "",
 ) -> PreTrainedModel:
     """The model saved in `folder`, on the CPU, with its adapters if it holds those. Raises ConfigError when weights are
     missing or cannot be read.
 
     Args:
+        config: None takes that of the folder.
+        dtype: of the weights; `auto` is the one they were saved in.
         kind: its class; adapters say themselves what they belong to.
+        setting: that names the folder, for errors, such as `model.path=`.
     """
     if is_adapter(Path(folder)):
         kind = AutoModelForCausalLM
@@ -346,12 +353,11 @@ def load_weights(
                 folder, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
             )
     except Exception as error:  # whatever the readers of the many file formats raise
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(f"{folder} holds no weights that transformers can read: {reason}") from error
+        raise ConfigError(f"{setting}{folder} holds no weights that transformers can read: {reason(error)}") from error
     if info["missing_keys"]:
         # transformers would go on with random numbers in their place.
         some = ", ".join(sorted(info["missing_keys"])[:3])
-        raise ConfigError(f"{folder} lacks {len(info['missing_keys'])} weights of its model, such as {some}")
+        raise ConfigError(f"{setting}{folder} lacks {len(info['missing_keys'])} weights of its model, such as {some}")
     return model
 
 
@@ -393,7 +399,8 @@ def build_model(
     dtype = weights_dtype(precision)
     if model.architecture == LOCAL:
         assert model.path is not None and config is not None
-        loaded: Any = load_weights(model.path, config, dtype)  # transformers' types hide the arguments of `to`
+        # Of any type, because those of transformers hide the arguments of `to`.
+        loaded: Any = load_weights(model.path, config, dtype, setting="model.path=")
         if model.lora.r is not None:
             with torch.random.fork_rng([]):
                 torch.manual_seed(seed)
