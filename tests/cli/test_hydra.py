@@ -276,7 +276,8 @@ def test_parameters_of_the_sweeper_make_jobs(run, tmp_path):
     assert {path.parent.name for path in tmp_path.glob("swept/*/result.json")} == {"none", "full_iteration"}
 
 
-@pytest.mark.parametrize("launcher", ["joblib", pytest.param("submitit_local", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
 def test_jobs_of_other_launchers_are_compared(tmp_path, launcher):
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
