@@ -1,6 +1,6 @@
 """`DecodeEngine`: generates from a transformers causal LM; prefill and each decode step are replays of graphs.
 
-Owns the parts of decode and their life; requests come and go in `batching.traffic`.
+Owns the parts of decode and their life; requests come and go in `traffic`.
 """
 
 from __future__ import annotations

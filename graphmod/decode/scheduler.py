@@ -151,7 +151,7 @@ def kind_of_row(sampling: Sampling) -> int:
 
 
 def kind_of(sequences: list[Sequence]) -> int:
-    """What a batch of these needs: see `step.sampling`."""
+    """What a batch of these needs: see `step`."""
     return max(one.kind for one in sequences) + TOP * any(one.sampling.top_logprobs for one in sequences)
 
 

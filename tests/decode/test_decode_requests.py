@@ -32,6 +32,19 @@ def test_requests_join_a_running_engine_and_each_gets_its_own_tokens(device):
     assert all(handle.done for handle in handles) and engine.stats.blocks_used == 0 and engine.step() == []
 
 
+def test_several_prompts_may_be_one_request_which_is_taken_or_refused_as_a_whole(device):
+    model = tiny_model("llama", device)
+    engine = DecodeEngine(model, max_batch_size=3)
+    prompts = prompts_of(5, 9)
+    with pytest.raises(RequestError, match="prompt 1 is empty"):
+        engine.submit_all([prompts[0], []])
+    assert not engine.unfinished
+    handle = engine.submit_all(prompts, 2, max_new_tokens=6)
+    run(engine)
+    assert [(done.request, done.sample) for done in handle.wait(0)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [done.tokens for done in handle.completions] == [reference(model, p, 6) for p in prompts for _ in range(2)]
+
+
 def test_who_waits_where_nobody_steps_is_told_so(device, monkeypatch, caplog):
     monkeypatch.setattr("graphmod.decode.streams._SILENCE", 0.1)
     engine = DecodeEngine(tiny_model("llama", device), max_batch_size=2)
