@@ -214,10 +214,7 @@ def test_a_second_signal_ends_at_once(saved):
         ("serve.max_waiting=-1", "serve.max_waiting must be at least 0"),
         ("serve.api_key=", "serve.api_key"),
         ("decode.max_batch_size=0", "max_batch_size"),
-        (
-            "graph=per_layer",
-            "graph.scope: Invalid value 'per_layer', expected one of [none, decode]; write graph=none, decode",
-        ),
+        ("graph=per_layer", "there is no choice 'per_layer' for 'graph'\n  choices of 'graph': decode, none"),
         ("model.path=nowhere", "nowhere"),
         ("tokenizer=nowhere", "tokenizer=nowhere is not a folder"),
         ("serve.host=256.1.1.1", "serve.host=256.1.1.1"),
