@@ -167,14 +167,14 @@ def _form(tensor: Tensor) -> tuple:
     return type(tensor), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
-def _parts(tensor: Tensor) -> list[tuple[Tensor, str, Tensor]]:
+def _inner_tensors(tensor: Tensor) -> list[tuple[Tensor, str, Tensor]]:
     """The tensors with memory that one without (a DTensor) stands for, each with whose and which attribute it is."""
     if type(tensor) in _ORDINARY or not is_traceable_wrapper_subclass(tensor):
         return []
     found = []
     for name in tensor.__tensor_flatten__()[0]:
         part = getattr(tensor, name)
-        found += [(tensor, name, part), *_parts(part)] if isinstance(part, Tensor) else []
+        found += [(tensor, name, part), *_inner_tensors(part)] if isinstance(part, Tensor) else []
     return found
 
 
@@ -192,8 +192,8 @@ class TensorWatch:
 
     def __init__(self, tensors: list[Tensor], names: dict[int, str]) -> None:
         self.exchanged, self._names = True, names
-        self._parts = [part for tensor in tensors for part in _parts(tensor)]
-        found = {id(tensor): tensor for tensor in (*tensors, *(part for _, _, part in self._parts))}
+        self._inner = [inner for tensor in tensors for inner in _inner_tensors(tensor)]
+        found = {id(tensor): tensor for tensor in (*tensors, *(inner for _, _, inner in self._inner))}
         self.tensors = [tensor for tensor in found.values() if tensor.layout is torch.strided]
         self._addresses = list(map(_data_ptr, self.tensors))
         self._sizes = list(map(_size, self.tensors))
@@ -206,8 +206,8 @@ class TensorWatch:
         """A tensor that is no longer where or what it was, in words."""
         tensors = self.tensors
         self.exchanged = True
-        for tensor, name, part in self._parts:
-            if getattr(tensor, name) is not part:
+        for tensor, name, inner in self._inner:
+            if getattr(tensor, name) is not inner:
                 return f"{name} of a {type(tensor).__name__} it reads is another"
         if list(map(_data_ptr, tensors)) != self._addresses:
             return f"{self._named(self._addresses, _data_ptr)} has moved to another address"

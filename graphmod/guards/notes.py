@@ -29,9 +29,9 @@ from graphmod.guards.values import (
     Cell,
     Fields,
     Kind,
+    OpaqueModule,
     Place,
     Slots,
-    Whole,
     bound_to,
     content,
     dict_of,
@@ -249,7 +249,7 @@ class Notes:
         self._walked: dict[int, nn.Module] = {}
         self._in_classes: dict[tuple[int, str], Place | None] = {}
         self._kinds: dict[int, type] = {}  # kept, so that their identities stay theirs
-        self._wholes: dict[int, Whole | Cached] = {}
+        self._in_c: dict[int, OpaqueModule | Cached] = {}
         self._place: tuple[tuple, tuple] = (), ()  # the last `where`, and what `here` gave for it
         self._functions: dict[int, types.FunctionType] = {}
         self._first: dict[tuple[int, Any], Note] = {}  # notes by identity of the container, and key
@@ -280,7 +280,7 @@ class Notes:
         elif isinstance(value, types.FunctionType):
             self.function(value)
         elif isinstance(value, torch.jit.ScriptModule):
-            self.whole(value)
+            self.opaque_module(value)
         elif isinstance(value, (*CONTAINERS, partial)):
             for item in content(value) or ():
                 if isinstance(item, _FOLLOWED):
@@ -295,7 +295,7 @@ class Notes:
             return
         self.modules[identity(module)] = module
         if isinstance(module, torch.jit.ScriptModule):
-            self.whole(module)
+            self.opaque_module(module)
         else:
             self.attribute(module, "forward")
             if "forward" in vars(module):  # which may lead to that of the class, as a wrapper's does
@@ -340,9 +340,9 @@ class Notes:
             if identity(tensor) in self.tensors:
                 self.tensors[identity(tensor)].hold()
 
-    def whole(self, module: nn.Module) -> None:
+    def opaque_module(self, module: nn.Module) -> None:
         """Takes in that all of a module may be read."""
-        self.look_inside(self._held_by(module, Whole))
+        self.look_inside(self._held_by(module, OpaqueModule))
 
     def cached(self, function: Any) -> None:
         """Notes what an `lru_cache` may return without calling its function, unless that is too much."""
@@ -352,9 +352,9 @@ class Notes:
 
     def _held_by(self, value: Any, view: type) -> Any:
         """A view of what an object holds in C, always the same one."""
-        if identity(value) not in self._wholes:
-            self._wholes[identity(value)] = self.belongs(view(value), value)
-        return self._wholes[identity(value)]
+        if identity(value) not in self._in_c:
+            self._in_c[identity(value)] = self.belongs(view(value), value)
+        return self._in_c[identity(value)]
 
     # -- places --------------------------------------------------------------------------------------------------
 

@@ -242,7 +242,7 @@ _MOST_BYTES, _MOST_DIGESTED = 2**20, 2**26  # of an array: kept for comparing, a
 _DEPTH = 6
 
 
-class Whole:
+class OpaqueModule:
     """A module with all that is in it, for code that nobody can watch: scripted, or compiled.
 
     Args:
@@ -333,7 +333,7 @@ def _draws(kind: type) -> bool:
 
 
 _HELD_IN = (
-    *(Whole, Cached, *CONTAINERS, types.SimpleNamespace, contextvars.ContextVar, weakref.ref, functools.partial),
+    *(OpaqueModule, Cached, *CONTAINERS, types.SimpleNamespace, contextvars.ContextVar, weakref.ref, functools.partial),
     *(array.array, bytearray, queue.SimpleQueue, numpy.ndarray),
 )
 """Kinds of values that `content` finds something in."""
@@ -349,7 +349,7 @@ def content(value: Any) -> tuple | None:
 
     What only counts while the call runs, the state of a random generator, `chance` compares.
     """
-    if isinstance(value, (Whole, Cached)):
+    if isinstance(value, (OpaqueModule, Cached)):
         return value.content()
     if isinstance(value, _MAPPINGS):
         # An OrderedDict has an order of its own, which the dict that it is does not know.

@@ -268,7 +268,7 @@ def _number(kind: type, value: Any) -> tuple:
 def _object(value: Any, kind: type, leaves: list[Tensor], seen: dict[int, Any]) -> Any:
     base = None if isinstance(value, type) else _base(kind)
     if base is None:
-        return _whole(value)
+        return _no_container(value)
     parts: list[tuple[str, Any, Any]] = []
     if base is set or base is frozenset:
         items = list(base.__iter__(value))
@@ -312,7 +312,7 @@ def _slots(value: Any, kind: type) -> list[str]:
     return found
 
 
-def _whole(value: Any) -> Any:
+def _no_container(value: Any) -> Any:
     """The structure of an object that is no container."""
     if isinstance(value, (Iterator, AsyncIterator)):
         return Unrepeatable(value, f"a {type(value).__name__}, which is another after each use; pass what it yields")
