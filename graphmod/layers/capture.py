@@ -279,6 +279,9 @@ class _Hook:
         self._tensor.register_hook(self._hook)
 
     def __exit__(self, *raised: object) -> None:
+        hooks = self._tensor._backward_hooks
+        if hooks is not None:
+            hooks.clear()  # which the node that made a view goes on with
         self._tensor._backward_hooks = None
 
 

@@ -5,6 +5,8 @@ import torch
 from harness import layered, loss_of, mlp, play, train, twins, wrapped
 from torch import nn
 
+from graphmod import CUDAGraphModule
+
 
 class Deep(nn.Module):
     """Layers that save much for their backward, with dropout, so that mixed-up memory or randomness shows."""
@@ -215,3 +217,18 @@ def test_a_part_that_is_called_many_times_before_one_backward(length, device):
         finish(side)
 
     twins(lambda device: mlp(device), step, device, replays=2 * length, steps=8)
+
+
+def test_a_backward_is_captured_while_a_result_is_kept_whose_backward_never_comes(device):
+    torch.manual_seed(0)
+    layer, eager = mlp(device), mlp(device)
+    eager.load_state_dict(layer.state_dict())
+    graphed = CUDAGraphModule(layer, warmup_steps=2)
+    kept = graphed(torch.randn(4, 8, device=device))
+    for _ in range(20):
+        x = torch.randn(4, 8, device=device)
+        for module in (graphed, eager):
+            module.zero_grad()
+            module(x).square().sum().backward()
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(layer.parameters(), eager.parameters(), strict=True))
+    assert kept.requires_grad and graphed.stats.replays > 10 and not graphed.stats.failures, graphed.last_failure
