@@ -53,7 +53,7 @@ class Prompt:
         return self.text if self.messages is None else ""
 
     def as_chat(self) -> Prompt:
-        """The same, its text being what a user says."""
+        """This prompt with its text as what a user says."""
         if self.messages is not None:
             return self
         return Prompt(self.text, self.line, self.fields, [{"role": "user", "content": self.text}])

@@ -90,7 +90,7 @@ def complain(message: object) -> None:
 
 
 def complain_for_all(message: object) -> None:
-    """Likewise, also where another process speaks for this one."""
+    """Prints an error to the standard error output, also where another process speaks for this one."""
     print(f"error: {message}", file=sys.stderr, flush=True)
 
 

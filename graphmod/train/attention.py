@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from graphmod.attention import BESIDE, PROBE, STATIC, Rule, Unclear, asker, attention, decoding, takes
 from graphmod.errors import ConfigError, reason
-from graphmod.train.settings import Precision
+from graphmod.train.settings import PackingAttention, Precision
+
+log = logging.getLogger("graphmod")
 
 # -- within documents that share a row ---------------------------------------------------------------------------------
 
@@ -50,6 +53,32 @@ def unavailable(device: torch.device, precision: Precision, dims: Any = None) ->
     if any(getattr(dims, name, 0) for name in _ATTENTION_DROPOUT):
         return "it has no dropout, and the model's attention does"
     return None
+
+
+def choose_attention(
+    wanted: PackingAttention, device: torch.device, precision: Precision, dims: Any
+) -> PackingAttention:
+    """What `data.packing_attention` stands for, `mask` or `varlen`.
+
+    Args:
+        wanted: the setting.
+        device: of the run.
+        precision: of the run.
+        dims: the transformers config of the model.
+
+    Raises:
+        ConfigError: it was asked for and cannot be used; the message says why.
+    """
+    if wanted is PackingAttention.mask:
+        return wanted
+    why = unavailable(device, precision, dims)
+    if why is None:
+        return PackingAttention.varlen
+    if wanted is PackingAttention.varlen:
+        raise ConfigError(f"data.packing_attention=varlen cannot be used: {why}; use mask, or auto")
+    if device.type == "cuda":
+        log.info(f"packed documents are kept apart by a mask and not by varlen attention: {why}")
+    return PackingAttention.mask
 
 
 def within_documents(

@@ -1,7 +1,6 @@
 """Which data a run has, which batches it sees, and which loss they need: windows, buckets, packed documents, items."""
 
 import functools
-import logging
 import queue
 import threading
 import zlib
@@ -17,7 +16,7 @@ from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from graphmod.errors import ConfigError
-from graphmod.train.attention import BLOCK_MASK, DOCUMENT_BOUNDS, unavailable
+from graphmod.train.attention import BLOCK_MASK, DOCUMENT_BOUNDS, choose_attention
 from graphmod.train.data import Corpus, load_corpus
 from graphmod.train.loss import (
     IGNORED,
@@ -34,7 +33,7 @@ from graphmod.train.loss import (
     targets_of,
     transformers_logits,
 )
-from graphmod.train.settings import DataConfig, PackingAttention, Precision, RunConfig, Source
+from graphmod.train.settings import DataConfig, PackingAttention, RunConfig, Source
 from graphmod.train.step import pinned
 from graphmod.train.targets import in_words, located, made, named, passes_on, taken_by
 from graphmod.words import counted
@@ -381,8 +380,6 @@ class BucketSampler(Sampler):
 # mask, or the bounds of the documents, and the positions are computed from the numbers on the device, so that one
 # graph serves every packing.
 
-log = logging.getLogger("graphmod")
-
 
 def document_numbers(starts: Tensor, count: int) -> Tensor:
     """(count,) int32: the number of the document that each token belongs to; `starts` are ascending from 0."""
@@ -455,32 +452,6 @@ def packed_next_token_loss(
     logits = model(input_ids=inputs, position_ids=positions(seen), use_cache=False, **apart).logits
     targets = torch.where(documents[:, 1:] == seen, targets_of(tokens[:, 1:]), IGNORED)
     return criterion(logits, targets)
-
-
-def choose_attention(
-    wanted: PackingAttention, device: torch.device, precision: Precision, dims: Any
-) -> PackingAttention:
-    """What `data.packing_attention` stands for, `mask` or `varlen`.
-
-    Args:
-        wanted: the setting.
-        device: of the run.
-        precision: of the run.
-        dims: the transformers config of the model.
-
-    Raises:
-        ConfigError: it was asked for and cannot be used; the message says why.
-    """
-    if wanted is PackingAttention.mask:
-        return wanted
-    reason = unavailable(device, precision, dims)
-    if reason is None:
-        return PackingAttention.varlen
-    if wanted is PackingAttention.varlen:
-        raise ConfigError(f"data.packing_attention=varlen cannot be used: {reason}; use mask, or auto")
-    if device.type == "cuda":
-        log.info(f"packed documents are kept apart by a mask and not by varlen attention: {reason}")
-    return PackingAttention.mask
 
 
 class PackedSampler(WindowSampler):

@@ -13,10 +13,10 @@ import torch
 
 from graphmod.config import BackendName
 from graphmod.errors import ConfigError
-from graphmod.train.attention import unavailable
-from graphmod.train.model import check_architecture
-from graphmod.train.optim import check_schedule
-from graphmod.train.settings import DeviceName, PackingAttention, RunConfig, Scope
+from graphmod.train.attention import choose_attention
+from graphmod.train.model import transformers_config
+from graphmod.train.optim import learning_rates
+from graphmod.train.settings import CUSTOM, LOCAL, DeviceName, PackingAttention, RunConfig, Scope
 from graphmod.words import counted
 
 # -- which one ---------------------------------------------------------------------------------------------------------
@@ -40,14 +40,13 @@ def device_name(device: torch.device) -> str:
 
 def check_device(config: RunConfig) -> None:
     """Raises ConfigError for the first setting that the device of the run, or a library, does not allow."""
-    check_schedule(config.optim)
-    check_architecture(config.model)
-    train, graph = config.train, config.graph
+    model, train, graph = config.model, config.train, config.graph
+    learning_rates(config.optim, 10)
+    if model.architecture not in (LOCAL, CUSTOM):
+        transformers_config(model, model.vocab_size or 1)
     device = pick_device(train.device)
     if config.data.packing_attention is PackingAttention.varlen:
-        why = unavailable(device, train.precision)
-        if why is not None:
-            raise ConfigError(f"data.packing_attention=varlen cannot be used: {why}; use mask, or auto")
+        choose_attention(PackingAttention.varlen, device, train.precision, None)
     if graph.backend is BackendName.cuda and device.type != "cuda" and graph.scope is not Scope.none:
         raise ConfigError("graph.backend=cuda needs a GPU and the run is on the CPU; use graph.backend=auto")
 

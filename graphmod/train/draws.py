@@ -24,8 +24,8 @@ def _changed(op: Any, args: tuple, kwargs: dict) -> list[Tensor]:
 
 
 def _apart(tensor: Tensor) -> Tensor:
-    """The same memory and version counter without the autograd graph, which leads to whoever keeps this: together they
-    would never be freed."""
+    """A tensor of the same memory and version counter without the autograd graph, which leads to whoever keeps this:
+    together they would never be freed."""
     with KeyExcluded(DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 

@@ -136,12 +136,6 @@ def transformers_config(model: ModelConfig, vocab_size: int) -> PretrainedConfig
     return config
 
 
-def check_architecture(model: ModelConfig) -> None:
-    """Raises ConfigError where `transformers_config` does."""
-    if model.architecture not in (LOCAL, CUSTOM):
-        transformers_config(model, model.vocab_size or 1)
-
-
 # -- low-rank adapters (LoRA) of the `peft` library (the extra `lora`) on a saved model --------------------------------
 # The model keeps its class and its layers: graphs, checkpoints and sampling see a transformers model as without
 # adapters.

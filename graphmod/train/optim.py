@@ -187,8 +187,3 @@ def learning_rates(config: OptimConfig, steps: int) -> list[float]:
             f"optim.schedule={config.schedule.value} cannot be made with optim.schedule_options="
             f"{config.schedule_options}: {reason(error)}; its options are those of transformers.get_scheduler"
         ) from error
-
-
-def check_schedule(config: OptimConfig) -> None:
-    """Raises ConfigError where `learning_rates` does."""
-    learning_rates(config, 10)

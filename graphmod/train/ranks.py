@@ -120,7 +120,7 @@ class Ranks:
         return tensor
 
     def arranged(self, parallel: ParallelConfig, device: torch.device) -> "Ranks":
-        """The same with their mesh, where `parallel` takes one; all ranks have to call this.
+        """These ranks with their mesh, where `parallel` takes one; all ranks have to call this.
 
         Raises:
             ConfigError: so many cannot be arranged so.

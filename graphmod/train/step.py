@@ -54,13 +54,13 @@ def microbatches(batch: Any) -> list[Any]:
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """The same batch with its tensors on `device`."""
+    """A batch of the same form with its tensors on `device`."""
     structure, leaves = _leaves(batch)
     return rebuild(structure, [leaf.to(device) for leaf in leaves])
 
 
 def pinned(batch: Any) -> Any:
-    """The same batch with its tensors in pinned memory."""
+    """A batch of the same form with its tensors in pinned memory."""
     structure, leaves = _leaves(batch)
     return rebuild(structure, [leaf.pin_memory() for leaf in leaves])
 

@@ -50,8 +50,7 @@ def stand_in(monkeypatch):
     # What it notes is nothing that a step reads: code of the package's own, for the guards.
     noting.__code__ = noting.__code__.replace(co_filename=recorder.__file__)
     monkeypatch.setattr(varlen, "varlen_attn", noting)
-    monkeypatch.setattr("graphmod.train.batches.unavailable", lambda *args: None)
-    monkeypatch.setattr("graphmod.train.device.unavailable", lambda *args: None)
+    monkeypatch.setattr("graphmod.train.attention.unavailable", lambda *args: None)
     return given
 
 
