@@ -6,7 +6,6 @@ Works on `RunResult`s alone. What calls it at the end of a multirun is `cli/job.
 import json
 import logging
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
+from graphmod.train.folders import write_whole
 from graphmod.train.result import RunResult, unsteady
 from graphmod.train.settings import LogTo
 from graphmod.words import counted
@@ -379,13 +379,6 @@ def remarks(rows: list[Row], results: Mapping[str, RunResult]) -> list[str]:
     return said
 
 
-def _write_text(path: Path, text: str) -> Path:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
-    return path
-
-
 def on_tensorboard(results: Mapping[str, RunResult]) -> bool:
     """Whether one of the runs that say where they log to (`train.log`) logs to TensorBoard; true where none says."""
     said = [result.config["train"]["log"] for result in results.values() if "log" in result.config.get("train", {})]
@@ -403,9 +396,9 @@ def write_report(folder: Path, rows: list[Row], results: Mapping[str, RunResult]
     """Writes everything into `folder`; returns the files, for people. Each appears whole or not at all."""
     device = next((result.device for result in results.values() if result.device), "no device")
     content: dict[str, Any] = {"baseline": BASELINE, "device": device, "runs": [asdict(row) for row in rows]}
-    files = [_write_text(folder / JSON_FILE, json.dumps(content, indent=1) + "\n")]
+    files = [write_whole(folder / JSON_FILE, json.dumps(content, indent=1) + "\n")]
     page = markdown(rows, remarks(rows, results), device, swept(results))
-    files.append(_write_text(folder / MARKDOWN_FILE, page))
+    files.append(write_whole(folder / MARKDOWN_FILE, page))
     if plot(folder / PLOT_FILE, rows, results, device, swept(results)):
         files.append(folder / PLOT_FILE)
     if on_tensorboard(results):

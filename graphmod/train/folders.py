@@ -61,6 +61,14 @@ def from_here(path: str | Path, here: str | Path | None = None) -> str:
     return str(full.relative_to(here)) if full.is_relative_to(here) else str(full)
 
 
+def write_whole(path: Path, text: str) -> Path:
+    """Writes a text into a file, whole or not at all; returns its path."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+    return path
+
+
 def link_latest(folder: Path) -> Path:
     """Makes the link `latest` beside `folder` point to it, in place of what it pointed to; returns the link.
 

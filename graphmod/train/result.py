@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import platform
 import re
 import statistics
@@ -19,6 +18,7 @@ import transformers
 from torch import nn
 
 import graphmod
+from graphmod.train.folders import write_whole
 from graphmod.words import counted
 
 # -- how long each step takes, on the device and on the host, without making either wait -------------------------------
@@ -369,15 +369,11 @@ class RunResult:
 
     def write(self, folder: Path) -> Path:
         """Writes `result.json` into `folder`, whole or not at all."""
-        path = folder / RESULT_FILE
-        partial = folder / f".{RESULT_FILE}.partial"
         values = {**self.summary(), **asdict(self)}
         values["losses"] = [_number(loss) for loss in self.losses]
         values["eval_losses"] = [[done, _number(loss)] for done, loss in self.eval_losses]
         values["ema_loss"] = _number(self.ema_loss)
-        partial.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(partial, path)
-        return path
+        return write_whole(folder / RESULT_FILE, json.dumps(values, indent=1, allow_nan=False) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> "RunResult":
