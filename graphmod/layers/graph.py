@@ -114,7 +114,11 @@ class LayerGraph(StepGraph):
         group = self.context.group
         returned = {*map(id, self.results.passed_on), *identities}
         group.share([p for p in self.parameters if id(p) in returned])  # the caller may use it, too
-        self.hooked = [p for p in self.parameters if has_gradient_hooks(p) or id(p) in group.shared or is_split(p)]
+        self.hooked = [
+            p
+            for p in self.parameters
+            if has_gradient_hooks(p) or id(p) in group.shared or is_split(p) or _gradient_dtype(p) is not p.dtype
+        ]
         hooked = set(map(id, self.hooked))
         self.direct = [p for p in self.parameters if id(p) not in hooked]
         direct = set(map(id, self.direct))
@@ -209,6 +213,11 @@ class LayerGraph(StepGraph):
             through += [*of_uses, *[None] * (count - len(of_uses))]
         places = enumerate(direct, len(ends))
         return through, [(p, one) for place, p in places for one in parts.get(place) or [found[place]]]
+
+
+def _gradient_dtype(parameter: Tensor) -> torch.dtype | None:
+    """Which autograd gives a parameter's gradient; None where it may be any."""
+    return getattr(parameter, "grad_dtype", parameter.dtype)
 
 
 class Ticket:

@@ -248,3 +248,26 @@ def test_parameters_that_are_swapped_while_graphs_read_them(way, graph, replays,
         return loss.detach()
 
     twins(lambda d: Scaled().to(d), step, device, graph=graph, replays=replays, steps=16)
+
+
+def test_gradients_of_another_dtype_than_their_parameters(device):
+    def make():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).to(device, torch.bfloat16)
+        for parameter in model.parameters():
+            parameter.grad_dtype = torch.float32
+        return model
+
+    model, eager = make(), make()
+    graphed = CUDAGraphModule(model, warmup_steps=2)
+    for i in range(8):
+        for _ in range(2):
+            x = torch.randn(4, 8, device=device, dtype=torch.bfloat16)
+            for module in (graphed, eager):
+                module(x).square().sum().backward()
+        for one, other in zip(model.parameters(), eager.parameters(), strict=True):
+            assert one.grad.dtype is torch.float32 and torch.equal(one.grad, other.grad)
+        if i % 3 == 2:
+            model.zero_grad()
+            eager.zero_grad()
+    assert graphed.stats.replays > 20 and not graphed.stats.failures, graphed.last_failure
