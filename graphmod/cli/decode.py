@@ -32,7 +32,7 @@ from graphmod.serve.engine_side import FrontLost, FrontProcess, Host
 from graphmod.text import Codec, TextStream, TokenizerCodec, codec_for
 from graphmod.trace.garbage import frozen_heap
 from graphmod.train.device import pick_device
-from graphmod.train.folders import EMA_FOLDER, DamagedCheckpoint, NewerCheckpoint, read_manifest
+from graphmod.train.folders import EMA_FOLDER, DamagedCheckpoint, OtherFormat, read_manifest
 from graphmod.train.model import is_adapter, load_weights, set_special_tokens
 from graphmod.words import counted
 
@@ -73,7 +73,7 @@ def trained(folder: Path) -> str | None:
     try:
         manifest = read_manifest(checkpoint)
         done, steps = manifest["steps_done"], manifest["settings"]["train.steps"]
-    except (DamagedCheckpoint, NewerCheckpoint, OSError, KeyError, TypeError):
+    except (DamagedCheckpoint, OtherFormat, OSError, KeyError, TypeError):
         return None
     loss = manifest.get("loss")
     return f"trained for {done:,} of {counted(steps, 'step')}" + ("" if loss is None else f", loss {loss:.3f}")

@@ -217,7 +217,7 @@ def require_no_own_model(folder: Path) -> None:
 STATE_FILE = "training_state.pt"
 CHECKPOINTS = "checkpoints"
 EMA_FOLDER = "ema"
-FORMAT = 1
+FORMAT = 4
 PARTS = ("steps_done", "config", "settings", "data", "ranks", "processes", "arrangement", "seen")  # of `Progress`
 _CHUNK = 1 << 22
 T = TypeVar("T")
@@ -227,8 +227,8 @@ class DamagedCheckpoint(GraphmodError):
     """A checkpoint that is not what was written; the message names the file and what is wrong with it."""
 
 
-class NewerCheckpoint(ConfigError):
-    """A checkpoint in a format that came after this version; it is whole, so nothing else is taken in its place."""
+class OtherFormat(ConfigError):
+    """A checkpoint in a format that this version does not read; it is whole, so nothing else is taken in its place."""
 
 
 def checksum(path: Path) -> int:
@@ -245,22 +245,22 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
     Raises:
         DamagedCheckpoint: there is none that can be read.
-        NewerCheckpoint: this version cannot know what it means.
+        OtherFormat: this version cannot know what it means.
     """
     try:
         manifest = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
         if not isinstance(manifest, dict):
             raise ValueError(f"it holds a {type(manifest).__name__}, and not what was written")
-        if (number := manifest.get("format", 0)) > FORMAT:
-            raise NewerCheckpoint(
+        if (number := manifest.get("format", 0)) != FORMAT:
+            raise OtherFormat(
                 f"{folder} has checkpoint format {number}, of graphmod {manifest.get('graphmod', '(unknown)')}, and "
-                f"this version reads formats up to {FORMAT}; install that one, or a later one"
+                f"this version reads format {FORMAT}; train on with that version"
             )
         if not set(manifest) >= {"format", "files", *PARTS}:
             raise ValueError("it lacks some of its parts")
         return manifest
     except (OSError, AttributeError, TypeError, ValueError) as error:
-        if isinstance(error, NewerCheckpoint):  # a ValueError too
+        if isinstance(error, OtherFormat):  # a ValueError too
             raise
         reason = error.strerror if isinstance(error, OSError) else error
         raise DamagedCheckpoint(f"{folder} is damaged: {MANIFEST_FILE}: {reason}") from error
@@ -274,7 +274,7 @@ def verify(folder: Path, which: Callable[[Path], bool] = lambda path: True) -> d
 
     Raises:
         DamagedCheckpoint: one is not.
-        NewerCheckpoint: see `read_manifest`.
+        OtherFormat: see `read_manifest`.
     """
     manifest = read_manifest(folder)
     for name, (size, expected) in manifest["files"].items():
@@ -311,7 +311,7 @@ def first_whole(folders: list[Path], look: Callable[[Path], T]) -> tuple[T | Non
     it.
 
     Raises:
-        NewerCheckpoint: see `read_manifest`.
+        OtherFormat: see `read_manifest`.
     """
     damage = []
     for folder in folders:
@@ -334,7 +334,7 @@ def require_whole(folder: Path) -> Path:
 
     Raises:
         ConfigError: it is one, and damaged; another one of that run is named, if it is whole.
-        NewerCheckpoint: see `read_manifest`.
+        OtherFormat: see `read_manifest`.
     """
     checkpoint = checkpoint_of(folder)
     if checkpoint is None:

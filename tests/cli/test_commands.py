@@ -16,7 +16,7 @@ from graphmod.cli.job import Job, run_job
 from graphmod.cli.settings import model_folder
 from graphmod.cli.start import OutputError
 from graphmod.errors import ConfigError
-from graphmod.train.folders import FORMAT, NewerCheckpoint
+from graphmod.train.folders import FORMAT, OtherFormat
 from graphmod.train.result import RunResult
 from graphmod.train.run import train
 
@@ -148,7 +148,7 @@ def test_files_that_are_not_loaded_may_be_damaged(checkpoint):
 def test_a_checkpoint_without_its_list_of_files_or_with_a_newer_one_is_refused(checkpoint):
     manifest = json.loads((checkpoint / "checkpoint.json").read_text())
     (checkpoint / "checkpoint.json").write_text(json.dumps({**manifest, "format": FORMAT + 1}))
-    with pytest.raises(NewerCheckpoint, match=f"format {FORMAT + 1}, of graphmod"):
+    with pytest.raises(OtherFormat, match=f"format {FORMAT + 1}, of graphmod"):
         model_folder(str(checkpoint))
     (checkpoint / "checkpoint.json").unlink()
     with pytest.raises(ConfigError, match=r"is damaged: checkpoint\.json: No such file"):

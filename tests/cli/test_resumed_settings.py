@@ -11,7 +11,7 @@ from graphmod.cli.errors import JobFailed
 from graphmod.cli.job import Job, job_settings, run_job
 from graphmod.cli.train import main
 from graphmod.errors import ConfigError
-from graphmod.train.folders import CHECKPOINTS, FORMAT, MANIFEST_FILE, NewerCheckpoint, checkpoints
+from graphmod.train.folders import CHECKPOINTS, FORMAT, MANIFEST_FILE, OtherFormat, checkpoints
 from graphmod.train.result import RunResult
 from graphmod.train.resume import claimed, differences
 from graphmod.train.run import train
@@ -242,7 +242,9 @@ def test_a_checkpoint_of_a_newer_format_is_named_and_nothing_older_taken_in_its_
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     edit(checkpoints(run / CHECKPOINTS)[0], lambda manifest: manifest.update(format=FORMAT + 1, graphmod="7.5"))
     resume = run if resume == "FOLDER" else resume
-    with pytest.raises(NewerCheckpoint, match=rf"format {FORMAT + 1}, of graphmod 7\.5, .* up to {FORMAT}; install"):
+    with pytest.raises(
+        OtherFormat, match=rf"format {FORMAT + 1}, of graphmod 7\.5, .* reads format {FORMAT}; train on"
+    ):
         train(on_text(f"train.resume={resume}"), run)
     changed = {path for path, content in before.items() if path.read_bytes() != content}
     assert {path.name for path in changed} == {MANIFEST_FILE}
