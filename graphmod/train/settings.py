@@ -840,10 +840,9 @@ def check(config: RunConfig) -> None:
         f"graph.layers chooses the modules of graph=per_layer and does nothing with graph.scope={graph.scope.value}",
     )
     require(
-        graph.body or ((graph.scope is Scope.per_layer or graph.auto) and graph.layers is None),
+        graph.body or graph.layers is None,  # a comparison has it for all of its runs
         "graph.body=false leaves the module that runs the layers of graph=per_layer out, and does nothing with "
-        + (f"graph.scope={graph.scope.value}" if graph.layers is None else "graph.layers, which names all modules")
-        + "; leave it out",
+        "graph.layers, which names all modules; leave it out",
     )
     draws = config.model.dropout or config.model.lora.dropout
     require(

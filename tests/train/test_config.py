@@ -321,8 +321,6 @@ def test_an_error_of_the_graph_settings_names_the_group():
         (["train.grad_accumulation=0"], "at least 1"),
         (["graph=none", "graph.layers=[a]"], "graph=per_layer"),
         (["graph.layers=a"], "graph.layers=[a]"),
-        (["graph=full_iteration", "graph.body=false"], "graph.scope=full_iteration; leave it out"),
-        (["graph=none", "graph.body=false"], "graph.scope=none; leave it out"),
         (["graph=per_layer", "graph.layers=[a]", "graph.body=false"], "graph.layers, which names all modules"),
         (["train.device=cpu", "graph.backend=cuda"], "graph.backend=auto"),
     ],
