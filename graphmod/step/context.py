@@ -178,7 +178,7 @@ class Context:
         return nullcontext()
 
     def refuses(self, call: Call, recording: Recording, oldest: int) -> str | None:
-        """Why the backward of a recorded call's result keeps it from being captured.
+        """Why the backward of a recorded call's result keeps it from being captured; asked of each.
 
         Args:
             call: has its result.

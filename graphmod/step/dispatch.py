@@ -306,9 +306,10 @@ def warm_up(context: Context, entry: Entry, call: Call) -> Any:
             context.spend(entry, 2)
             entry.warm_up_again(1, f"it {COMPILES.effect}, in each call")
             return context.eager_result(entry, call)
-        recording.refused = recording.refused or context.refuses(call, recording, oldest)
         if recording.refused is not None and torch.is_grad_enabled():  # which may be a consequence
             recording.refused = context.around.take_over() or recording.refused
+        of_backward = context.refuses(call, recording, oldest)
+        recording.refused = recording.refused or of_backward
         if not (recording.refused or recording.communicates) and context.group.whole.take(recording.guards.tensors):
             # The next call is recorded, at the addresses that stay.
             return context.eager_result(entry, call)
