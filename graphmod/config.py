@@ -123,7 +123,7 @@ class CUDAGraphConfig:
             that is still held when its graph replays again is moved to memory of its own first.
         max_graphs: distinct signatures of one module that may have graphs at a time; the least recently used goes
             first. At least 1.
-        max_failures: failures in a row after which a module stays eager, but for a try at the 64th of its calls, the
+        max_failures: failures in a row after which a module stays eager, but for a try at the 64th of those calls, the
             128th and so on; `force_enable()` tries at once. At least 1.
         verify: what guards may miss (files, clocks, code in C) is looked for by calls that run eagerly and are compared
             with what was captured, operation by operation. `sampled` spends a thousandth of the time on them; a

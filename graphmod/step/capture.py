@@ -101,7 +101,7 @@ def affordable(context: Context, entry: Entry, reason: str) -> bool:
     then = "runs eagerly where it would have to be captured again"
     if not (own or entry.graphs):
         context.keep_eager(entry, why)
-        then, remedy = "stays eager", f"{remedy}; force_enable() tries again"
+        then, remedy = "stays eager", f"{remedy}; force_enable() tries again, and so do some later calls"
     context.log_once(
         f"{context.name!r} {then}: it was recorded or captured again and again {what}with hardly a replay in between, "
         f"because {why}. {remedy}",

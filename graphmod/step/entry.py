@@ -369,6 +369,7 @@ class Entry:
     def rearm(self) -> None:
         self._enable()
         self.account = Account(_PATIENCE)
+        self.turned_down, self.retry_at = 0, _RETRY
 
     def _enable(self) -> None:
         self.disabled = self.out_of_date = False
