@@ -336,7 +336,7 @@ class TokenizerCodec:
         tokenizer: fast or slow.
 
     Attributes:
-        tokenizer: the same.
+        tokenizer: the one given.
         around: the special tokens of documents and prompts.
         special: every special token: text -> id.
     """

@@ -72,10 +72,9 @@ def learn_uses(
     parameters: Sequence[Tensor],
     share: Callable[[list[Tensor]], None],
 ) -> None:
-    """Lets an entry know in the backward of an eager call which arguments code outside uses too: those for which
-    autograd has more, or something else, than the sum of what the call gives, or nothing but zeros, which tell nothing.
-    Likewise of parameters. Parameters as arguments are taken to be used outside: mostly they are, and always by the
-    next call.
+    """Lets an entry know in the backward of an eager call which arguments and parameters code outside uses too: those
+    for which autograd has more, or something else, than the sum of what the call gives, or nothing but zeros, which
+    tell nothing. Parameters as arguments are taken to be used outside: mostly they are, and always by the next call.
 
     Args:
         leaves: the tensor arguments of the call; outputs: its results that have a backward.

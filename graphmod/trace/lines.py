@@ -29,7 +29,8 @@ class Lines(NamedTuple):
 
     Attributes:
         user: file:line and function of the user's code; None in a backward, unless a function of the user's runs there.
-        library: likewise of the library's code that the user's had called; None where that called the operation itself.
+        library: file:line and function of the library's code that the user's had called; None where the user's code
+            called the operation itself.
         backward: whether a backward pass runs.
         optimizer: the optimizer in whose `step` it was called.
     """

@@ -140,7 +140,7 @@ def causal_sdpa(
 
     A layer that sees a window or chunk shorter than the sequence gets the mask of that instead. A model called with
     `block_mask`, (B, 1, S, S) bool, True where a query may see a key, uses that as well; with `document_bounds` it uses
-    `train.varlen.within_documents`, which describes them.
+    `within_documents`, which describes them.
 
     Raises:
         ConfigError: a mask was passed, there are fewer queries than keys, or the attention is asked for something that

@@ -672,9 +672,9 @@ class ParallelMode(str, Enum):
     """How several GPUs train one model.
 
     `none`: not at all. `ddp`: each has the whole model and its own part of every batch, and gradients are averaged
-    (DistributedDataParallel). `fsdp`: likewise, but each keeps a part of every parameter (fully_shard). `tp`: all
-    compute every sequence together, each with a part of every layer (tensor parallelism). `fsdp_tp`: groups of
-    `parallel.tp` ranks do that, and the groups share batches and parameters as with `fsdp`.
+    (DistributedDataParallel). `fsdp`: batches and gradients as with `ddp`, but each keeps a part of every parameter
+    (fully_shard). `tp`: all compute every sequence together, each with a part of every layer (tensor parallelism).
+    `fsdp_tp`: groups of `parallel.tp` ranks do that, and the groups share batches and parameters as with `fsdp`.
     """
 
     none = "none"
