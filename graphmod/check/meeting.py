@@ -59,7 +59,7 @@ class Collective(NamedTuple):
         nth: which group of these ranks it is, in the order in which they were made.
         alike: what has to be the same on the other side.
         told: the same and more, in words.
-        place: the line it comes from.
+        location: the line it comes from.
         peer: the other rank of a message; None in a collective, and where it may come from any.
         tag: of a message.
         call: of the callable that is checked, counted from 1.
@@ -70,7 +70,7 @@ class Collective(NamedTuple):
     nth: int
     alike: tuple
     told: str
-    place: str
+    location: str
     peer: int | None = None
     tag: int = 0
     call: int = 0
@@ -90,25 +90,27 @@ def collectives_of(op: Any, args: tuple, kwargs: dict, lines: Lines) -> list[Col
     given = dict(zip([one.name for one in op._schema.arguments], args, strict=False)) | kwargs
     name = op._schema.name.partition("::")[2].removesuffix("_out").removesuffix("_")
     ranks, nth = _group(given)
-    place = _place(lines)
+    location = _location(lines)
     if name == "batch_p2p_ops":
         messages = zip(given["op_list"], given["peer_list"], given["tag_list"], given["tensors"], strict=True)
-        return [_message(_NAMES.get(kind, kind), ranks, nth, peer, tag, of, place) for kind, peer, tag, of in messages]
+        return [
+            _message(_NAMES.get(kind, kind), ranks, nth, peer, tag, of, location) for kind, peer, tag, of in messages
+        ]
     name = _NAMES.get(name, name)
     if name in ("send", "recv"):
         first = next(value for value in given.values() if any(True for _ in tensors_in((value,))))
         peer = given.get("dst", given.get("src"))
-        return [_message(name, ranks, nth, peer, given.get("tag", 0), first, place)]
-    return [_collective(name, ranks, nth, args, given, place)]
+        return [_message(name, ranks, nth, peer, given.get("tag", 0), first, location)]
+    return [_collective(name, ranks, nth, args, given, location)]
 
 
 def objects_exchanged(name: str, ranks: tuple[int, ...], root: int | None, lines: Lines) -> Collective:
     """A collective of Python objects."""
     told = name if root is None else f"{name} of rank {root}"
-    return Collective(name, ranks, 0, (name, root), told + _over(ranks, 0), _place(lines))
+    return Collective(name, ranks, 0, (name, root), told + _over(ranks, 0), _location(lines))
 
 
-def _collective(name: str, ranks: tuple, nth: int, args: tuple, given: dict, place: str) -> Collective:
+def _collective(name: str, ranks: tuple, nth: int, args: tuple, given: dict, location: str) -> Collective:
     how = _reduction(given.get("reduce_op"))
     root = given.get("root_rank", given.get("src"))
     told = f"{name} ({how})" if how else name
@@ -120,18 +122,18 @@ def _collective(name: str, ranks: tuple, nth: int, args: tuple, given: dict, pla
         elements = None if name in _OWN_AMOUNTS else sum(one.numel() for one in tensors)
         alike += (elements, sorted({str(one.dtype) for one in tensors}))
         told += f" of {_described(tensors)}"
-    return Collective(name, ranks, nth, alike, told + _over(ranks, nth), place)
+    return Collective(name, ranks, nth, alike, told + _over(ranks, nth), location)
 
 
 def _message(
-    name: str, ranks: tuple, nth: int, peer: int | None, tag: int, tensors: Tensor | list[Tensor], place: str
+    name: str, ranks: tuple, nth: int, peer: int | None, tag: int, tensors: Tensor | list[Tensor], location: str
 ) -> Collective:
     tensors = list(tensors_in((tensors,)))
     other = None if peer is None else ranks[peer]
     where = "from any rank" if other is None else f"{'to' if name == 'send' else 'from'} rank {other}"
     told = f"{name} {where} of {_described(tensors)}" + (f" with tag {tag}" if tag else "") + _over(ranks, nth)
     alike = (sum(one.numel() for one in tensors), sorted({str(one.dtype) for one in tensors}))
-    return Collective(name, ranks, nth, alike, told, place, other, tag)
+    return Collective(name, ranks, nth, alike, told, location, other, tag)
 
 
 def _group(given: dict) -> tuple[tuple[int, ...], int]:
@@ -179,7 +181,7 @@ def _over(ranks: tuple[int, ...], nth: int) -> str:
     return f" over {ranks_in_words(ranks)}" + (f" (group {nth + 1} of these ranks)" if nth else "")
 
 
-def _place(lines: Lines) -> str:
+def _location(lines: Lines) -> str:
     if lines.user is not None:
         return shortened(lines.user) + (" (in the backward pass)" if lines.backward else "")
     where = "the backward pass" if lines.backward else "the call"
@@ -234,7 +236,7 @@ class Meeting:
     def note(self, one: Collective) -> None:
         """Takes in what comes next."""
         self._steps.append(one._replace(call=self._call))
-        self._store.set(f"at/{self.rank}", f"{one.told} at {one.place}")
+        self._store.set(f"at/{self.rank}", f"{one.told} at {one.location}")
 
     def _together(self, one: Collective) -> None:
         alike = (self._call, one.alike)
@@ -296,7 +298,7 @@ class Meeting:
             pause = min(2 * pause, _LONGEST)
 
     def _where(self, name: str, missing: list[int]) -> str:
-        here = f"{self._steps[-1].told} at {self._steps[-1].place}" if self._steps else "an exchange of objects"
+        here = f"{self._steps[-1].told} at {self._steps[-1].location}" if self._steps else "an exchange of objects"
         awaited = "at the end of the check" if name == "end" else f"in {here}"
         seen = []
         for rank in missing:

@@ -46,24 +46,24 @@ class Stand:
     Attributes:
         ranks: of the program; all of them do the same.
         does: in words.
-        place: the line that does it; "" where nothing is done.
+        location: the line that does it; "" where nothing is done.
         follow: how many collectives and messages come after it in the same call, on the first of these ranks; None
             where it was stopped.
     """
 
     ranks: list[int]
     does: str
-    place: str = ""
+    location: str = ""
     follow: int | None = None
 
     def describe(self) -> str:
-        text = f"{ranks_in_words(self.ranks)}: {self.does}" + (f" at {self.place}" if self.place else "")
+        text = f"{ranks_in_words(self.ranks)}: {self.does}" + (f" at {self.location}" if self.location else "")
         return text + (f"; {self.follow:,} more {'follows' if self.follow == 1 else 'follow'}" if self.follow else "")
 
 
 @dataclass
 class Divergence:
-    """A place where ranks would wait for each other for ever, or mistake each other's data.
+    """A point where ranks would wait for each other for ever, or mistake each other's data.
 
     Attributes:
         after: how many collectives the first of the ranks did before, in the same call; None of a message.
@@ -82,7 +82,7 @@ class Divergence:
 
 
 def divergences(ways: Iterable[Way]) -> list[Divergence]:
-    """Where ranks diverge in the first call in which they do: the first such place of their collectives, and each
+    """Where ranks diverge in the first call in which they do: the first such point of their collectives, and each
     message without a counterpart."""
     ways = sorted(ways, key=lambda way: way.rank)
     for call in sorted({one.call for way in ways for one in way.steps}):
@@ -140,9 +140,9 @@ def _divergence(ways: list[Way], ranks: list[int], head: Callable[[int], Any], d
         if way is None or one is None:
             stand = Stand([], _nothing(way))
         else:
-            place = next(i for i, step in enumerate(way.steps) if step is one)
-            stand = Stand([], one.told, one.place, None if way.stopped else len(way.steps) - place - 1)
-        stands.setdefault((stand.does, stand.place), stand).ranks.append(rank)
+            index = next(i for i, step in enumerate(way.steps) if step is one)
+            stand = Stand([], one.told, one.location, None if way.stopped else len(way.steps) - index - 1)
+        stands.setdefault((stand.does, stand.location), stand).ranks.append(rank)
     return Divergence(done[ranks[0]], list(stands.values()))
 
 
@@ -176,10 +176,10 @@ def _of_messages(ways: list[Way]) -> list[Divergence]:
     for key in sorted({*sent, *expected}, key=str):
         gone, come = sent.get(key, []), expected.get(key, [])
         pairs = zip(gone, come, strict=False)
-        place = next((i for i, (a, b) in enumerate(pairs) if a.alike != b.alike), min(len(gone), len(come)))
-        if place < max(len(gone), len(come)):
-            there = (gone[place : place + 1], come[place : place + 1])
-            found.append(Divergence(None, _stands(key[0], key[1], *there, len(gone) - place, len(come) - place)))
+        index = next((i for i, (a, b) in enumerate(pairs) if a.alike != b.alike), min(len(gone), len(come)))
+        if index < max(len(gone), len(come)):
+            there = (gone[index : index + 1], come[index : index + 1])
+            found.append(Divergence(None, _stands(key[0], key[1], *there, len(gone) - index, len(come) - index)))
     return found
 
 
@@ -187,7 +187,7 @@ def _stands(source: int | None, target: int, gone: list, come: list, sends: int,
     def stand(rank: int | None, there: list, count: int, missing: str) -> Stand | None:
         if rank is None:
             return None
-        return Stand([rank], there[0].told, there[0].place, count - 1) if there else Stand([rank], missing)
+        return Stand([rank], there[0].told, there[0].location, count - 1) if there else Stand([rank], missing)
 
     sender = stand(source, gone, sends, f"sends rank {target} nothing more")
     receiver = stand(target, come, receives, f"receives nothing more from rank {source}")

@@ -196,20 +196,20 @@ class Report:
     def to_json(self) -> str:
         """The report as JSON, with files and lines apart."""
 
-        def place(line: str | None) -> dict | None:
+        def location(line: str | None) -> dict | None:
             found = _LINE.fullmatch(line) if line else None
             return {**found.groupdict(), "line": int(found["line"])} if found else None
 
         told: dict[str, Any] = {"name": self.name, "captured": self.captured, **asdict(self)}
         for one in (*told["hazards"], *told["on_gpu"]):
-            one |= {"user": place(one["user"]), "library": place(one["library"])}
+            one |= {"user": location(one["user"]), "library": location(one["library"])}
         for one in told["guarded"]:
             one["values"] = [
-                {"name": name, "value": value, "read": place(at.partition(_BY_WAY)[0])}
+                {"name": name, "value": value, "read": location(at.partition(_BY_WAY)[0])}
                 for name, value, at in one["values"]
             ]
         for stand in (stand for one in told["divergences"] for stand in one["stands"]):
-            stand["place"] = place(stand["place"]) or stand["place"]
+            stand["location"] = location(stand["location"]) or stand["location"]
         return json.dumps(told, indent=2)
 
 

@@ -66,7 +66,7 @@ def test_a_branch_is_told_with_both_lines_and_what_follows(found):
     text = found[0]["branch"][0]
     assert "The ranks diverge after 1 collective in the same order:" in text
     assert f"ranks 1, 2 and 3: broadcast from rank 0 of (4,) float32 at {line('# of others')} in step" in text
-    assert there[0,]["place"]["function"] == "sums"
+    assert there[0,]["location"]["function"] == "sums"
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_the_command_starts_ranks_that_exchange_objects_and_makes_one_report(tmp
     assert ranks == {"_local_scalar_dense": [1], "all_gather_object": [0, 1]}, told["hazards"]
     (divergence,) = told["divergences"]
     assert [one["does"] for one in divergence["stands"]] == ["ends here", "barrier"]
-    assert divergence["stands"][1]["place"] == {"file": "train.py", "line": 26, "function": "step"}
+    assert divergence["stands"][1]["location"] == {"file": "train.py", "line": 26, "function": "step"}
     assert "a line of the program" in err
 
 
