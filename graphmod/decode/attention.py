@@ -142,6 +142,12 @@ def _gpu_unavailable(memory: PagedCache, widest: int | None = None) -> str | Non
     return None
 
 
+@functools.cache
+def _processors(device: torch.device) -> int:
+    """How many multiprocessors a GPU has, which parts of all rows and KV heads are to keep busy."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 # -- flex attention: torch alone, the block table as its BlockMask -----------------------------------------------------
 
 
@@ -304,8 +310,9 @@ def triton_decode(
     """
     from graphmod.decode.kernels import attend
 
+    processors = _processors(query.device)
     with torch.cuda.device_of(query):  # the device whose stream it is launched on
-        return attend(query, keys, values, table, context, first, sinks, counters, scale, cap)
+        return attend(query, keys, values, table, context, first, sinks, counters, scale, cap, processors)
 
 
 @triton_decode.register_fake
@@ -344,9 +351,6 @@ def paged_triton(
         softcap,
     )
     return out.to(query.dtype), None
-
-
-log = logging.getLogger("graphmod")
 
 
 # -- FlashInfer's XQA kernel: bfloat16 or float16, with FlashInfer installed beside this package -----------------------
@@ -426,11 +430,6 @@ def _kernel() -> Callable[..., None]:
     return importlib.import_module("flashinfer.xqa").xqa
 
 
-def _parts(device: torch.device) -> int:
-    """The most parts that contexts are divided into, all rows and KV heads together; beyond that, one for each."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 # It takes query, table and lengths of any strides: for an operation that does not, inductor makes copies of the table
 # and the lengths of its own for each layer.
 @library.custom_op("graphmod::xqa_decode", mutates_args=(), tags=(torch.Tag.flexible_layout,))
@@ -470,7 +469,7 @@ def xqa_decode(
             num_kv_heads=keys.shape[2],
             page_size=keys.shape[1],
             q_scale=scale,
-            sm_count=_parts(query.device),
+            sm_count=_processors(query.device),
             enable_pdl=False,  # launched early, it reads lengths before it waits for what makes them
         )
     return out
@@ -495,7 +494,7 @@ def prepare_xqa(memory: PagedCache) -> str | None:
             missing = {*_TAKES.split(), *_SETTINGS.split()} - set(inspect.signature(_kernel()).parameters)
             if missing:
                 return f"the kernel of this FlashInfer does not take {', '.join(sorted(missing))}"
-            memory.scratch["xqa"] = xqa_scratch(memory, _parts(memory.device))
+            memory.scratch["xqa"] = xqa_scratch(memory, _processors(memory.device))
             settings = {"device": memory.device, "dtype": torch.int32}
             query = torch.zeros(
                 (1, 1, memory.layers[0].heads, memory.layers[0].head_dim), dtype=memory.dtype, device=memory.device

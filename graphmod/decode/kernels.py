@@ -6,8 +6,6 @@ Haziza, Massa, Sizov, 2023; the softmax of parts: Milakov, Gimelshein, arXiv:180
 up.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -148,11 +146,6 @@ def _attend(
         tl.store(out + (place + one) * VALUE + column, mixed)
 
 
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def parts_of(rows: int, kv_heads: int, tiles: int, processors: int) -> int:
     """Into how many parts the tokens of a row are divided at most: a power of two, so that the GPU is full, and no part
     is much smaller than what it takes to add parts up."""
@@ -180,11 +173,12 @@ def attend(
     counters: Tensor,
     scale: float,
     cap: float | None,
+    processors: int,
 ) -> Tensor:
-    """See `triton_decode`, whose arguments these are."""
+    """See `triton_decode`, whose arguments these are, but for `processors`: how many multiprocessors the GPU has."""
     rows, heads, _, head = query.shape
     block, kv_heads, value = keys.shape[1], keys.shape[2], values.shape[3]
-    group, processors = heads // kv_heads, _processors(query.device)
+    group = heads // kv_heads
     few = rows * kv_heads < processors
     tile = min(block, 32 if few or max(head, value) > 128 else 64)
     parts = parts_of(rows, kv_heads, table.shape[1] * block // tile, processors)

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import hmac
 import json
-import logging
 import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
@@ -44,9 +43,6 @@ from graphmod.serve.api import (
 from graphmod.serve.schema import ChatRequest, CompletionRequest
 from graphmod.serve.service import EngineRequest, Refused, Service
 from graphmod.text import Codec
-
-log = logging.getLogger("graphmod")
-
 
 # -- a request in the engine -------------------------------------------------------------------------------------------
 

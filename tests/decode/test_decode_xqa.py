@@ -114,7 +114,7 @@ def stand_in(q, k_cache, v_cache, page_table, seq_lens, output, workspace_buffer
 def kernel(monkeypatch):
     """The stand-in for the kernel, which runs without a GPU."""
     monkeypatch.setattr(attention, "_kernel", lambda: stand_in)
-    monkeypatch.setattr(attention, "_parts", lambda _: 8)
+    monkeypatch.setattr(attention, "_processors", lambda _: 8)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
