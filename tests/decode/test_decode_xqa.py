@@ -128,7 +128,6 @@ def test_the_kernel_is_given_what_it_takes(kernel, dtype):
     assert again.isfinite().all() and torch.equal(again[[0, 2, 3]], got[[0, 2, 3]])
 
 
-@pytest.mark.slow
 def test_compiled_steps_store_keys_in_place_and_convert_the_block_table_once(kernel):
     memory, table, context, query = filled(16, torch.device("cpu"), torch.bfloat16)
     memory.scratch["xqa"] = attention.xqa_scratch(memory, 8)
@@ -142,7 +141,8 @@ def test_compiled_steps_store_keys_in_place_and_convert_the_block_table_once(ker
         return query
 
     key = torch.randn(4, KV_HEADS, 1, WIDTH).bfloat16()
-    with torch.inference_mode(), torch._inductor.config.patch(force_disable_caches=True):
+    # The code is to be written anew; its C++ may have been compiled before, which takes most of the time.
+    with torch.inference_mode(), torch._inductor.config.patch(fx_graph_cache=False):
         expected = step(query, table, context, key)
         compiled = torch.compile(step, dynamic=False, fullgraph=True)
         got, (code,) = run_and_get_code(compiled, query, table, context, key)
