@@ -87,11 +87,13 @@ def test_two_hundred_at_once_get_the_tokens_of_the_engine(apart, post):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_the_engine_does_not_take_is_refused_before_any_stream(apart, post, stream):
+    before = apart.metric("graphmod_tokens_total")
     for prompt, said in (([[5], [6] * 600], "prompt 1 has 600 tokens"), ([5, 10**6], "which is not a token id")):
         status, body, _ = post({"prompt": prompt, "stream": stream})
         assert status == 400 and said in body["error"]["message"] and body["error"]["param"] == "prompt"
     assert post({"prompt": "a", "stop_token_ids": [10**6]})[1]["error"]["param"] == "stop"
-    apart.wait_until_idle()  # the first prompt had been taken
+    apart.wait_until_idle()
+    assert apart.metric("graphmod_tokens_total") == before, "nor are the prompts before it taken"
 
 
 def test_who_goes_away_ends_the_request(apart, monkeypatch):
