@@ -33,7 +33,7 @@ from graphmod.text import Codec, TextStream, TokenizerCodec, codec_for
 from graphmod.trace.garbage import frozen_heap
 from graphmod.train.device import pick_device
 from graphmod.train.folders import EMA_FOLDER, DamagedCheckpoint, OtherFormat, read_manifest
-from graphmod.train.model import is_adapter, load_weights, set_special_tokens
+from graphmod.train.model import is_adapter, load_weights, saved_config, set_special_tokens
 from graphmod.words import counted
 
 # -- the model, how it was trained and where its KV cache is -----------------------------------------------------------
@@ -51,8 +51,11 @@ def load_model(folder: Path, source: ModelSource, codec: Codec | None = None) ->
         ConfigError: transformers cannot read it, or weights are missing.
     """
     device = pick_device(source.device, "model.device")
+    adapters = is_adapter(folder)
+    if not adapters:
+        saved_config(folder)  # where that is at fault, its weights are not to be named
     model: Any = load_weights(folder, None, _DTYPES[source.precision], setting="model.path=")
-    if is_adapter(folder) and isinstance(codec, TokenizerCodec):
+    if adapters and isinstance(codec, TokenizerCodec):
         set_special_tokens(model, codec.tokenizer)
     say_plainly(f"model: {folder}" + (f", {known}" if (known := trained(folder)) else ""))
     return model.to(device).eval()

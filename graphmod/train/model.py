@@ -275,11 +275,8 @@ def model_config(model: ModelConfig, data_vocab_size: int | None, length: int) -
     if model.architecture == CUSTOM:
         return None
     if model.architecture == LOCAL:
-        try:
-            config = AutoConfig.from_pretrained(str(model.path), local_files_only=True)
-        except Exception as error:
-            said = f"model.path={model.path} is not a model that transformers can read: {reason(error)}"
-            raise ConfigError(said) from error
+        assert model.path is not None
+        config = saved_config(model.path)
         limit = getattr(config, "max_position_embeddings", None)
         if limit is not None and length > limit:
             raise ConfigError(f"data.seq_len={length} is longer than the {limit} positions of {model.path}")
@@ -321,6 +318,14 @@ def no_transformers_bars():
     finally:
         if was_on:
             transformers_logging.enable_progress_bar()
+
+
+def saved_config(folder: str | Path) -> PretrainedConfig:
+    """The config of the model saved in `folder`, that of `model.path`. Raises ConfigError when it cannot be read."""
+    try:
+        return AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:
+        raise ConfigError(f"model.path={folder} is not a model that transformers can read: {reason(error)}") from error
 
 
 def load_weights(

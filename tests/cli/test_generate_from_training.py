@@ -147,6 +147,23 @@ def test_a_trained_model_decodes_the_tokens_of_generate(trained):
         assert done.tokens == reference(model, codec.encode(prompts[done.request]), 50)
 
 
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ({"config.json": "{}"}, "model.path={} is not a model that transformers can read: "),
+        ({"config.json": "{not json"}, "model.path={} is not a model that transformers can read: "),
+        ({"model.safetensors": "cut off"}, "model.path={} holds no weights that transformers can read: "),
+    ],
+)
+def test_a_folder_that_cannot_be_read_is_told_with_the_file_at_fault(written, said, tmp_path):
+    tiny_model("gpt2", torch.device("cpu")).save_pretrained(tmp_path)
+    for name, text in written.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        load_model(tmp_path, ModelSource(device=DeviceName.cpu))
+    assert str(raised.value).startswith(said.format(tmp_path))
+
+
 def test_a_saved_model_with_a_tokenizer_streams_its_text(tmp_path):
     letters = {letter: index for index, letter in enumerate("abcdefghijklmnopqrstuvwxyz ")}
     tokenizer = Tokenizer(WordLevel(letters, unk_token="z"))
