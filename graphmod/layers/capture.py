@@ -177,7 +177,9 @@ class _Capture:
             undoing(functools.partial(self._differentiate, hooks=hooks))
             self._compare_steps()
 
-        def arrived(position: int, grad: Tensor) -> Tensor:
+        def arrived(position: int, grad: Tensor | None) -> Tensor | None:
+            if grad is None:  # a custom function may give a parameter that it reads no gradient
+                return None
             place = _follower().producer_of(grad)
             if place is not None and grad.stride() == graph.direct[position].stride():
                 found[position] = place
@@ -269,10 +271,10 @@ class _Hook:
 
     Args:
         tensor: a parameter, or a view that stands in for one.
-        hook: gets the gradient, returns what takes its place.
+        hook: gets the gradient, or None where there is none; returns what takes its place.
     """
 
-    def __init__(self, tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, tensor: Tensor, hook: Callable[[Tensor | None], Tensor | None]) -> None:
         self._tensor, self._hook = tensor, hook
 
     def __enter__(self) -> None:

@@ -309,6 +309,35 @@ def test_a_custom_function_inside_a_graph(device):
     twins(lambda d: Model().to(d), step, device, replays=2)
 
 
+@pytest.mark.parametrize("reads", [False, True], ids=["not read", "read"])
+def test_a_custom_function_that_gives_a_parameter_no_gradient(reads, device):
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight, shift):
+            ctx.save_for_backward(x, weight)
+            return x @ weight + shift if reads else x @ weight
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, weight = ctx.saved_tensors
+            return grad @ weight.t(), x.t() @ grad, None
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.shift = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))
+            self.body = mlp("cpu")
+
+        def forward(self, x):
+            return self.body(Product.apply(x, self.weight, self.shift))
+
+    def step(side, i):
+        loss_of(side.call(side.batch(i, 4, 8))).backward()
+        update(side)
+
+    twins(lambda d: Model().to(d), step, device, replays=2)
+
+
 @pytest.mark.parametrize("graph", [wrapped, layered])
 def test_saved_tensor_hooks_of_the_user_around_the_forward(graph, device):
     def step(side, i):
