@@ -74,7 +74,7 @@ class StepGraph:
         advanced, before: tensors from outside that it changes and that may have a part in its results, and what they
             were before the last replay; None where nobody knows. Only a backward asks for them.
         launches: how often it was replayed.
-        backward: the captured backward, once there is one.
+        backward: None here; of those that have one, the captured backward.
         recording: the `Recording` of the eager call it stands on.
         successor, succeeded: code whose graph is to take the place of this one's, and whether it has run once; see
             `wrap.exchange`.
