@@ -103,7 +103,7 @@ def test_the_code_of_check_runs(monkeypatch):
     *checks, last = whole.strip().splitlines()
     names = {"model": nn.Linear(4, 4), "x": torch.ones(2, 4)}
     exec("\n".join(checks), names)
-    stand = SimpleNamespace(does="ends here", ranks=[1], place=None, follow=None)
+    stand = SimpleNamespace(does="ends here", ranks=[1], location=None, follow=None)
     report = SimpleNamespace(
         hazards=[SimpleNamespace(user="train.py:18 in step")], divergences=[SimpleNamespace(stands=[stand, stand])]
     )
@@ -115,5 +115,5 @@ def test_the_code_of_check_runs(monkeypatch):
 @pytest.mark.parametrize(("kind", "read"), [("Finding", "user effect remedy library backward count parts")])
 def test_findings_have_what_the_page_says(kind, read):
     assert {*read.split()} <= {*graphmod.check.Finding.__dataclass_fields__}
-    assert {"does", "ranks", "place", "follow"} <= {*graphmod.check.Stand.__dataclass_fields__}
+    assert {"does", "ranks", "location", "follow"} <= {*graphmod.check.Stand.__dataclass_fields__}
     assert {"after", "stands"} <= {*graphmod.check.Divergence.__dataclass_fields__}
