@@ -197,14 +197,17 @@ class _Counting(DistributedDataParallel):
 
     _why = "static_graph=True, whose first step shows what gets gradients and is eager"
     _times: dict[str, int] | None = None
+    _counts = False  # whether the backward of the last forward is to be averaged
 
     def __getstate__(self) -> dict:
         state = super().__getstate__()
-        for name in ("_why", "_times", "_hooks"):
+        for name in ("_why", "_times", "_hooks", "_counts"):
             state.pop(name, None)
         return state
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            self._counts = self.require_backward_grad_sync
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             if self._times is None:
                 self._count()
@@ -215,7 +218,7 @@ class _Counting(DistributedDataParallel):
 
     def _count(self) -> None:
         def counted(name: str, _: Tensor) -> None:
-            times[name] += 1
+            times[name] += self._counts
 
         trained = _trained(self)
         times = self._times = dict.fromkeys(trained, 0)
@@ -227,6 +230,7 @@ class _Counting(DistributedDataParallel):
         for hook in self.__dict__.pop("_hooks", ()):
             hook.remove()
         self.__dict__.pop("_times", None)
+        self.__dict__.pop("_counts", None)
 
     def _decide(self) -> None:
         """Lets a `Reducer` average what got gradients, which has to be the same on all ranks."""
@@ -240,7 +244,7 @@ class _Counting(DistributedDataParallel):
             return
         times = {name: count for name, count in (self._times or {}).items() if count}
         trained = _trained(self)
-        del self._times, self._hooks
+        del self._times, self._hooks, self._counts
         _replace_reducer(self, {name: trained[name] for name in times}, list(times.values()))
 
 

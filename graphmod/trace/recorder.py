@@ -220,6 +220,7 @@ class Recorder:
         self.advanced: dict[int, Tensor] = {}
         self.inputs_written: set[int] = set()
         self.read: set[int] = set()
+        self._computed_into = 0  # address of the memory that the operation under way was given for its result
         self._made_by: dict[int, tuple] = {}  # address -> what made it last and could have computed it elsewhere
         self._origins = Origins()
         if host_draws is not None:
@@ -569,7 +570,8 @@ class Recorder:
             return []
         if about.lifts:
             return results
-        known = set(at) - {0}
+        # A bucket of gradients may hold both what an operation reads and what it was made to compute there.
+        known = set(at) - {0, self._computed_into}
         fresh = [(address(tensor), tensor) for tensor in results]
         fresh = [(where, tensor) for where, tensor in fresh if where not in known]
         for where, tensor in fresh:
@@ -765,6 +767,7 @@ class Follower(Recorder):
         self._before(one)
         result = self._execute(one)
         fresh = self._done(one, result)
+        self._computed_into = 0
         for after in self._after:
             after(one.step.op, one.args, one.kwargs, result, fresh)
         return result
@@ -798,6 +801,7 @@ class Follower(Recorder):
                 target = into()
             write, size = _INTO[op]
             if size(*args, **kwargs) == target.size():
+                self._computed_into = address(target)
                 return write(*args, **kwargs, out=target)
         with self._graph.around((*args, *kwargs.values())) if one.about.lists else nullcontext():
             return _do(op, args, kwargs)

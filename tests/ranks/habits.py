@@ -105,9 +105,20 @@ def hooked(model, x):
     return loss
 
 
+def accumulated(model, x):
+    """After its first step, each second one adds up two microbatches, of which the first is not averaged."""
+    model.steps = getattr(model, "steps", 0) + 1
+    if model.steps > 1 and model.steps % 2:
+        with model.no_sync():
+            loss_of(model, x - 1).backward()
+    return loss_of(model, x)
+
+
 HABITS = {
+    "static accumulated": (plain(static_graph=True), accumulated),
     "hooked": (plain(bucket_cap_mb=0.001), hooked),
     "terms": (lambda: DistributedDataParallel(Terms(), bucket_cap_mb=0.0001), loss_of),
+    "terms in one bucket": (lambda: DistributedDataParallel(Terms()), loss_of),
     "looks meanwhile": (plain(), looks_meanwhile),
     "reentrant": (lambda: without_head(Checkpointed), lambda model, x: loss_of(model, x.clone().requires_grad_())),
     "reentrant twice": (

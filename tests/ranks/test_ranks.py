@@ -80,7 +80,7 @@ def test_what_is_not_supported_stays_eager(ranks, settings, why):
     "habit",
     [
         *("looks meanwhile", "reentrant", "reentrant twice", "static unused", "unfrozen", "small buckets", "terms"),
-        "hooked",
+        *("hooked", "terms in one bucket", "static accumulated"),
     ],
 )
 def test_habits_have_the_numbers_of_eager(ranks, habit, layers):
@@ -88,7 +88,8 @@ def test_habits_have_the_numbers_of_eager(ranks, habit, layers):
         pytest.skip("eager raises there: NCCL's broadcast of buffers counts as a change of what the backward needs")
     for equal, replays, why in ranks.run("habits.as_eager", habit, layers):
         assert equal
-        assert replays > 5 or "reentrant" in habit, why
+        counts = habit == "static accumulated" and not layers  # which a step may not do as it runs
+        assert replays > 5 or "reentrant" in habit or counts, why
 
 
 @pytest.mark.parametrize(("habit", "said"), [("sparse", "sparse gradients"), ("replicate", "DistributedDataParallel")])
