@@ -6,6 +6,7 @@ grammar, a misspelt name is answered with the nearest one, and an error in a cal
 
 import argparse
 import logging
+import operator
 import re
 import sys
 import warnings
@@ -284,7 +285,7 @@ class App:
             (parsed,) = OverridesParser.create().parse_overrides([f"{key}={value}"])
         except OverrideParseException:  # a path that Hydra's grammar cannot read; of a number, its kind is told later
             return f"{key}={quoted(value)}"
-        plain = not parsed.is_sweep_override() and isinstance(parsed.value(), (bool, int, float))
+        plain = not parsed.is_sweep_override() and isinstance(parsed.value(), (bool, int, float, type(None)))
         choices = sorted(file.stem for file in (CONFIGS / bare).glob("*.yaml"))
         if other := {*value.split(",")} & {*choices} - {*of_command(bare, choices, self.kind)}:
             raise ConfigError(no_choice(bare, min(other), choices, self.kind))
@@ -390,7 +391,8 @@ def _as_main(argv: list[str]) -> Iterator[None]:
     """Inside, Hydra finds these arguments, and leaves errors to who called it. It has a variable of the environment for
     that, which processes that are started would find, too."""
     arguments, report = sys.argv, hydra_utils.run_and_report
-    sys.argv, hydra_utils.run_and_report = [arguments[0], *argv], lambda func: func()
+    call: Any = operator.call  # no frame of ours, by which errors of Hydra are told apart
+    sys.argv, hydra_utils.run_and_report = [arguments[0], *argv], call
     try:
         yield
     finally:

@@ -178,7 +178,15 @@ def _interruptible() -> Iterator[None]:
 
 
 def prepare() -> None:
-    """Settings of the process that must be made before PyTorch is imported."""
+    """Settings of the process that must be made before PyTorch is imported. Streams that were closed lead nowhere: else
+    the next file that is opened would get their number, and what is meant for them."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            setattr(sys, name, os.fdopen(number, "r" if not number else "w", closefd=False))
     # On a CPU that other programs use too, OpenMP's threads wait for each other in busy loops of milliseconds, at each
     # of thousands of operations a step. Giving up the core sooner costs nothing measurable when it is free.
     if "OMP_WAIT_POLICY" not in os.environ:

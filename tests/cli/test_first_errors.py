@@ -370,3 +370,15 @@ def test_a_model_for_generate_is_given_by_its_path():
 def test_an_empty_folder_of_a_tokenizer_is_told(tmp_path):
     with pytest.raises(ConfigError, match="is empty; give the folder of a saved tokenizer, or tokenizer=bytes"):
         tokenizer_folder(tmp_path, str(tmp_path))
+
+
+@pytest.mark.parametrize("arguments", [["graph=null"], ["model=null"], ["-m", "graph=none,null"]])
+def test_a_group_without_a_choice_is_no_bug(arguments, capfd):
+    assert COMMANDS["train"](arguments) == 2
+    said = capfd.readouterr().err
+    assert said.startswith("error: ") and "bug" not in said and "Traceback" not in said
+
+
+def test_a_command_runs_where_its_streams_are_closed(tmp_path):
+    command = f"exec {sys.executable} -m graphmod train graph=null 0<&- 1>&- 2>&-"
+    assert subprocess.run(["sh", "-c", command], cwd=tmp_path, check=False).returncode == 2
