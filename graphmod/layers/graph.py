@@ -91,7 +91,8 @@ class LayerGraph(StepGraph):
                         f"has a parameter that is a {type(leaf).__name__}, whose gradient only a whole step can make; "
                         "wrap the whole step"
                     )
-                if id(leaf) not in arguments and address(part(leaf)) in recorder.outside:
+                held = part(leaf)
+                if id(leaf) not in arguments and (address(held) in recorder.outside or not held.numel()):
                     self.parameters.append(leaf)
                     self.edges.setdefault(id(leaf), GradientEdge(node, 0))
                 continue
@@ -117,7 +118,7 @@ class LayerGraph(StepGraph):
         self.hooked = [
             p
             for p in self.parameters
-            if has_gradient_hooks(p) or id(p) in group.shared or is_split(p) or _gradient_dtype(p) is not p.dtype
+            if has_gradient_hooks(p) or id(p) in group.shared or is_split(p) or not _is_plain(p)
         ]
         hooked = set(map(id, self.hooked))
         self.direct = [p for p in self.parameters if id(p) not in hooked]
@@ -215,9 +216,10 @@ class LayerGraph(StepGraph):
         return through, [(p, one) for place, p in places for one in parts.get(place) or [found[place]]]
 
 
-def _gradient_dtype(parameter: Tensor) -> torch.dtype | None:
-    """Which autograd gives a parameter's gradient; None where it may be any."""
-    return getattr(parameter, "grad_dtype", parameter.dtype)
+def _is_plain(parameter: Tensor) -> bool:
+    """Whether a gradient buffer can be like the parameter: it has memory, and autograd gives its gradient no other
+    dtype."""
+    return parameter.numel() > 0 and getattr(parameter, "grad_dtype", parameter.dtype) is parameter.dtype
 
 
 class Ticket:

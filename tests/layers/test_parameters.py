@@ -271,3 +271,22 @@ def test_gradients_of_another_dtype_than_their_parameters(device):
             model.zero_grad()
             eager.zero_grad()
     assert graphed.stats.replays > 20 and not graphed.stats.failures, graphed.last_failure
+
+
+class Empty(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.empty = mlp("cpu"), nn.Parameter(torch.empty(0))
+
+    def forward(self, x):
+        return self.body(x) + self.empty.sum()
+
+
+def test_a_parameter_without_elements_gets_an_empty_gradient(device):
+    twins(lambda device: Empty().to(device), train, device, replays=2)
+    module = Empty().to(device)
+    graphed = CUDAGraphModule(module, config())
+    for _ in range(6):
+        module.zero_grad()
+        loss_of(graphed(torch.randn(4, 8, device=device))).backward()
+    assert graphed.stats.replays and module.empty.grad.numel() == 0
