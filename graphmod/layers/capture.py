@@ -66,7 +66,7 @@ def capture_backward(graph: LayerGraph, grads: tuple[Tensor | None, ...], modes:
         context.drop(graph.tape)
         if context.agreement is not None:
             context.agreement.captured(False)
-        changed = "modified by an inplace operation" in str(error)
+        changed = "modified by an inplace operation" in str(error) and not capture.repeats
         if changed or isinstance(error, LateRanks) or is_interrupt(error):
             raise  # as eager does: something saved for the backward was changed since
         context.failed(entry, error, "its backward")
@@ -95,6 +95,7 @@ class _Capture:
         self._group = graph.context.group
         self._captured: Any = None
         self._steps: list[tuple] = []  # of the run before
+        self.repeats = False  # code that ran once runs again, and may have changed itself what it needs
 
     def of(self, grads: tuple[Tensor | None, ...]) -> BackwardGraph:
         """The captured backward of these gradients, which has not run yet.
@@ -116,6 +117,7 @@ class _Capture:
             raise CaptureRefused("leaves gradients where views of another layer's are held")
         self._into = targets_for(self._buffers, graph.entry.adds_apart)
         self._in_place()
+        self.repeats = False
         seen = self._captured.seen
         guards = Guards(self._notes)
         held = self._others(guards)
@@ -231,6 +233,7 @@ class _Capture:
         self._notes = undo.enter(noting())
         for hook in hooks:
             undo.enter(hook)
+        self.repeats = bool(self._steps)
         inputs = [item.tensor for item in graph.inputs]
         return graph.differentiate(graph.results.retained, inputs, self._grads, graph.direct, graph.edges)
 

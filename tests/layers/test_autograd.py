@@ -362,3 +362,35 @@ def test_gradients_of_different_layouts_take_turns(device):
 
     _, history = play(mlp, step, device, steps=19)
     assert history[-1][0] - history[-4][0] == 4, "three forwards and one backward of three steps come from graphs"
+
+
+class ChangesWhatItSaved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.save_for_backward(x.clone(), scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx, grad):
+        kept, scale = ctx.saved_tensors
+        kept.mul_(2)
+        return grad * scale, (grad * kept).sum(0)
+
+
+def test_a_backward_that_changes_what_it_saved_is_no_error(device):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(8))
+
+        def forward(self, x):
+            return ChangesWhatItSaved.apply(x, self.scale)
+
+    one, eager = Model().to(device), Model().to(device)
+    graphed = CUDAGraphModule(one, warmup_steps=2)
+    for _ in range(10):
+        x = torch.randn(4, 8, device=device)
+        for module, call in ((one, graphed), (eager, eager)):
+            module.zero_grad()
+            call(x).sum().backward()
+        assert torch.equal(one.scale.grad, eager.scale.grad)
