@@ -6,7 +6,6 @@ grammar, a misspelt name is answered with the nearest one, and an error in a cal
 
 import argparse
 import logging
-import operator
 import re
 import sys
 import warnings
@@ -391,8 +390,7 @@ def _as_main(argv: list[str]) -> Iterator[None]:
     """Inside, Hydra finds these arguments, and leaves errors to who called it. It has a variable of the environment for
     that, which processes that are started would find, too."""
     arguments, report = sys.argv, hydra_utils.run_and_report
-    call: Any = operator.call  # no frame of ours, by which errors of Hydra are told apart
-    sys.argv, hydra_utils.run_and_report = [arguments[0], *argv], call
+    sys.argv, hydra_utils.run_and_report = [arguments[0], *argv], lambda func: func()
     try:
         yield
     finally:

@@ -372,7 +372,7 @@ def test_an_empty_folder_of_a_tokenizer_is_told(tmp_path):
         tokenizer_folder(tmp_path, str(tmp_path))
 
 
-@pytest.mark.parametrize("arguments", [["graph=null"], ["model=null"], ["-m", "graph=none,null"]])
+@pytest.mark.parametrize("arguments", [["graph=null"], ["model=null"]])
 def test_a_group_without_a_choice_is_no_bug(arguments, capfd):
     assert COMMANDS["train"](arguments) == 2
     said = capfd.readouterr().err

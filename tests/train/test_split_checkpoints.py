@@ -18,7 +18,7 @@ from torch.distributed import checkpoint
 from transformers import AutoModelForCausalLM
 
 from graphmod.errors import ConfigError, GraphmodError
-from graphmod.train.folders import verify
+from graphmod.train.folders import FORMAT, verify
 from graphmod.train.ranks import ALONE, joined
 from graphmod.train.settings import DeviceName
 
@@ -130,7 +130,8 @@ def test_each_rank_writes_its_part_which_is_verified_like_all_else(found, folder
     manifest = verify(folder / "fsdp" / HALF)
     parts = {name: size for name, (size, _) in manifest["files"].items() if name.startswith("shards/__")}
     assert len(parts) == 2 and min(parts.values()) > 0.8 * max(parts.values())
-    assert manifest["format"] == 1 and manifest["ranks"] == 2 and manifest["arrangement"] == "parallel=fsdp on 2 ranks"
+    assert manifest["format"] == FORMAT and manifest["ranks"] == 2
+    assert manifest["arrangement"] == "parallel=fsdp on 2 ranks"
     target = folder / "damaged" / HALF
     target.parent.mkdir(parents=True)
     subprocess.run(["cp", "-r", folder / "fsdp" / HALF, target], check=True)
