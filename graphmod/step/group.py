@@ -168,20 +168,19 @@ class Group:
         """The tape on which a new pass may be captured now, or None where that is not safe at the moment."""
         if grads_pass and self.eager_in_flight:
             return None
-        for arena in self.arenas:
-            if arena.open_to_new():
-                return Tape(arena)
-        if any(arena.kept_to is None for arena in self.arenas):
-            return None
-        return Tape(self.add_arena())
+        return self._new_tape(1)
 
     def new_tape_elsewhere(self) -> Tape | None:
         """A tape in a pool in which nothing is in flight, for calls that come in an order the others do not allow."""
+        return self._new_tape(MOST_ARENAS)
+
+    def _new_tape(self, most: int) -> Tape | None:
+        """One in an idle pool, or in a new one where fewer than `most` are there for all tapes."""
         for arena in self.arenas:
             if arena.open_to_new():
                 return Tape(arena)
-        shared = [arena for arena in self.arenas if arena.kept_to is None]
-        return Tape(self.add_arena()) if len(shared) < MOST_ARENAS else None
+        shared = sum(arena.kept_to is None for arena in self.arenas)
+        return Tape(self.add_arena()) if shared < most else None
 
     def add_arena(self) -> Arena:
         self.arenas.append(Arena(self.backend))
