@@ -1,28 +1,38 @@
 """Capture and replay with `torch.cuda.CUDAGraph`.
 
 Everything is captured on one side stream per backend, so that autograd's nodes belong to it and a captured graph is one
-chain; only then does `branches` part what does not depend on each other. Nothing is ever run on that stream: once a
+chain; only then does `spread` part what does not depend on each other. Nothing is ever run on that stream: once a
 process has launched a handful of kernels on a second stream, the kernels of every graph follow each other 0.3 us later.
 Warm-up calls and replays run on the caller's stream.
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
+import itertools
 import logging
 import threading
 import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
+from ctypes import c_size_t, c_void_p
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from graphmod.backend.branches import divisible, spread
 from graphmod.backend.lifetime import Graphs, capturing, launcher
-from graphmod.backend.streams import begin_capture, stream_for
-from graphmod.cuda_driver import last_captured
-from graphmod.torch_private import current_node, end_allocation_to_pool, settle_attention_order
+from graphmod.cuda_driver import call, kernel_name, last_captured, neighbours
+from graphmod.torch_private import (
+    TensorBase,
+    TorchDispatchMode,
+    current_node,
+    end_allocation_to_pool,
+    is_traceable_wrapper_subclass,
+    settle_attention_order,
+)
 from graphmod.trace.garbage import no_garbage_collection
 from graphmod.trace.recorder import Follower, Graph
 from graphmod.trace.script import Script
@@ -305,3 +315,199 @@ class CudaBackend:
             end_allocation_to_pool(self.device.index, pool.handle)
         for generator, state in spare:
             generator.graphsafe_set_state(state)
+
+
+# -- launches of one multi-tensor operation, side by side --------------------------------------------------------------
+
+
+_LEAST = 3  # launches: for fewer, to part and to join costs what it brings
+_LEAST_BYTES = 2**20  # of tensors; the step counters of an optimizer are many, and nothing
+_SPLITS_ITS_TENSORS = "multi_tensor_apply"
+_AHEAD, _BEHIND = "cuGraphNodeGetDependencies_v2", "cuGraphNodeGetDependentNodes_v2"
+
+
+def divisible(args: Iterable[Any]) -> bool:
+    """Whether the tensors at one place of an operation's lists share no memory with those at another place, and are
+    enough for it to matter.
+
+    Args:
+        args: the arguments of an operation on lists of tensors.
+    """
+    spans = []
+    for position, value in enumerate(args):
+        listed = isinstance(value, (list, tuple))
+        for place, tensor in enumerate(value if listed else (value,)):
+            if not isinstance(tensor, Tensor):
+                continue
+            if tensor.layout is not torch.strided:
+                return False
+            if tensor.numel():
+                owner = place if listed else -1 - position
+                spans.append((tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), owner))
+    if sum(end - start for start, end, _ in spans) < _LEAST_BYTES:
+        return False
+    spans.sort()
+    # A tensor may stand in several lists at the same place. Anything else that overlaps is taken for a dependency.
+    reach, last = 0, None
+    for start, end, owner in spans:
+        if start < reach and (start, end, owner) != last:
+            return False
+        reach, last = max(reach, end), (start, end, owner)
+    return True
+
+
+def _extent(tensor: Tensor) -> int:
+    """The bytes from its first element to the end of its last."""
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return (steps + 1) * tensor.element_size()
+
+
+def spread(graph: int, operations: Iterable[tuple[int, int]]) -> int:
+    """Puts the launches of one multi-tensor operation side by side, in a graph that is not instantiated yet. Leaves
+    alone what plain edges do not tie to one chain.
+
+    A norm, a scaling or a fused optimizer step over many tensors is several launches of one kernel, each for tensors of
+    its own. One after the other, each leaves the GPU half empty while its last blocks finish; on two branches of the
+    graph the next one fills it (three are no faster). Every kernel computes what it did, so the bits stay the same.
+
+    Args:
+        graph: address of a `cudaGraph_t`.
+        operations: in their order, per operation whose lists are `divisible` the node captured before it, 0 if there
+            was none, and its own last node.
+
+    Returns:
+        How many runs of launches were parted.
+    """
+    parted = 0
+    for before, last in operations:
+        for launches in _runs(before, last):
+            parted += _part(c_void_p(graph), launches)
+    return parted
+
+
+def _runs(before: int, last: int) -> list[list[c_void_p]]:
+    """The launches of one kernel that follow each other between two nodes of a chain."""
+    chain = [c_void_p(last)]
+    while chain[-1].value != before:
+        ahead = [node for node, _ in neighbours(_AHEAD, chain[-1])]
+        if before in [node.value for node in ahead] or not (before or ahead):
+            break  # the operation before this one may have been parted, and end in two launches
+        if len(ahead) != 1:
+            return []
+        chain.append(ahead[0])
+    if chain[-1].value == before:
+        return []  # it launched nothing
+    runs = [(name, list(same)) for name, same in itertools.groupby(reversed(chain), kernel_name)]
+    return [launches for name, launches in runs if len(launches) >= _LEAST and _SPLITS_ITS_TENSORS in name]
+
+
+def _part(graph: c_void_p, launches: list[c_void_p]) -> bool:
+    """Lets every second launch follow the last but one; returns whether it did."""
+    ahead, behind = neighbours(_AHEAD, launches[0]), neighbours(_BEHIND, launches[-1])
+    inner = [neighbours(_BEHIND, node) for node in (*(node for node, _ in ahead), *launches[:-1])]
+    if any(len(found) != 1 for found in inner) or any(kind for found in (ahead, behind, *inner) for _, kind in found):
+        return False
+    new = [(node, launches[1]) for node, _ in ahead] + list(zip(launches, launches[2:], strict=False))
+    new += [(launches[-2], node) for node, _ in behind]
+    # New edges first: with them alone nothing has changed.
+    _edit("cuGraphAddDependencies_v2", graph, new)
+    _edit("cuGraphRemoveDependencies_v2", graph, list(itertools.pairwise(launches)))
+    return True
+
+
+def _edit(verb: str, graph: c_void_p, edges: list[tuple[c_void_p, c_void_p]]) -> None:
+    kind = c_void_p * len(edges)
+    sources, targets = kind(*(source for source, _ in edges)), kind(*(target for _, target in edges))
+    call(verb, graph, sources, targets, None, c_size_t(len(edges)))
+
+
+# -- capture streams, and what belongs to a stream ---------------------------------------------------------------------
+
+
+def renew_gradient_accumulators(parameters: list[Tensor]) -> None:
+    """Makes autograd create the parameters' AccumulateGrad nodes anew, on the stream that is current when it does.
+
+    Such a node keeps the stream it was made on, and lives as long as any loss that leads to it. A loop that always
+    holds the last loss hands the node from step to step, so that without this a capture would for ever fork to the
+    stream of the first eager step. Autograd drops its reference when a parameter's data changes dtype. It does so there
+    and back within one call of C code, because an interrupt between the two would leave a weight empty.
+    """
+    targets, contents = [], []
+    for parameter in parameters:
+        if parameter.is_leaf and parameter.requires_grad:
+            data = parameter.data
+            other = torch.float32 if data.dtype is not torch.float32 else torch.float64
+            targets += [parameter, parameter]
+            contents += [_empty_of_kind(data, other), data]
+    deque(map(_set_data, targets, contents), maxlen=0)
+
+
+def _empty_of_kind(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    empty = torch.empty([0] * tensor.dim() or 0, device=tensor.device, dtype=dtype)
+    if not is_traceable_wrapper_subclass(tensor):
+        return empty
+    if not hasattr(tensor, "device_mesh"):
+        return torch.empty_like(tensor, dtype=dtype)
+    split: Any = tensor  # a DTensor, whose module may not be imported for others
+    return type(split).from_local(empty, split.device_mesh, split.placements, run_check=False)
+
+
+_set_data = vars(TensorBase)["data"].__set__
+
+
+# A stream keeps its cuBLAS workspace (32 MiB) for as long as the process lives. So a stream whose backend is gone
+# serves the next one, always the oldest, so that runs of the same kind use the same ones.
+_idle_streams: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
+
+
+def stream_for(owner: Any, device: torch.device) -> torch.cuda.Stream:
+    """A capture stream, which is idle again when `owner` is gone."""
+    idle = _idle_streams[device]
+    if idle:
+        found = min(idle, key=lambda stream: stream.stream_id)
+        idle.remove(found)
+    else:
+        found = torch.cuda.Stream(device)
+    weakref.finalize(owner, idle.append, found)
+    return found
+
+
+class _RunOn(TorchDispatchMode):
+    """Runs operations on `stream`, whichever is the current one."""
+
+    hides_nothing = True  # what it runs is no part of what is recorded
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        super().__init__()
+        self._stream = stream
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to import torch._dynamo takes a second, and here it would be in the middle of a capture
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        with torch.cuda.stream(self._stream):
+            return func(*args, **(kwargs or {}))
+
+
+def begin_capture(
+    graph: torch.cuda.CUDAGraph, generators: Iterable[torch.Generator], caller: torch.cuda.Stream, **settings: Any
+) -> None:
+    """Begins a capture on the current stream; what that runs, it runs on the caller's.
+
+    Args:
+        generators: all of them, also the default one, which a capture would register by itself: where an interrupt
+            comes in the middle of that, in the Python of `_RunOn`, PyTorch ends the process when the graph goes.
+        settings: of `capture_begin`.
+    """
+    for generator in generators:
+        if generator.device.type == "cuda":
+            graph.register_generator_state(generator)
+    with _RunOn(caller):  # seed and offset of the generators are written
+        graph.capture_begin(capture_error_mode="thread_local", **settings)
+
+
+def is_capturing() -> bool:
+    """Whether what the current stream is given becomes part of a graph. Code in other rooms that asks PyTorch for it,
+    while a call is captured, is told what it was told in the eager call."""
+    return torch.cuda.is_current_stream_capturing()

@@ -3,7 +3,7 @@
 A capture records the aten operations of a call with the very tensors they worked on; a replay runs the same
 operations, by the same kernels, on the same addresses with the same scalars, and copies their results to where they
 were. Views are not run again: they are the same memory. It brings correctness checks everywhere, and no speed. May
-import `recorder`, `script`, `garbage`, `streams` and `trace`.
+import `trace` and `torch_private`.
 """
 
 import contextlib

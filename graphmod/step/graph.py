@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphmod.backend.streams import renew_gradient_accumulators
+from graphmod.backend.cuda import renew_gradient_accumulators
 from graphmod.errors import CaptureRefused, SuccessorFailed
 from graphmod.errors import reason as failure
 from graphmod.guards.changes import NOT_REPLAYED

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphmod.backend.cuda import begin_capture, is_capturing, stream_for
 from graphmod.backend.lifetime import Graphs, between_captures, capturing, do_what_waits, prepare_launches
-from graphmod.backend.streams import begin_capture, is_capturing, stream_for
 from graphmod.errors import CaptureRefused
 from graphmod.guards.changes import what_changed
 from graphmod.guards.guards import HOOKS, Guards, TensorWatch

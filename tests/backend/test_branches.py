@@ -9,8 +9,8 @@ from harness import config
 from torch import nn
 
 from graphmod import CUDAGraphModule
-from graphmod.backend import branches
-from graphmod.backend.branches import divisible, spread
+from graphmod.backend import cuda
+from graphmod.backend.cuda import divisible, spread
 from graphmod.cuda_driver import kernel_name, neighbours, nodes
 
 MANY = 400  # tensors, enough for several launches of any kind
@@ -61,12 +61,12 @@ class Graph:
     def __init__(self, monkeypatch, names):
         self.names, self.edges = dict(enumerate(names, 1)), set(itertools.pairwise(range(1, len(names) + 1)))
         self.kinds = {}
-        monkeypatch.setattr(branches, "kernel_name", lambda node: self.names[node.value])
-        monkeypatch.setattr(branches, "neighbours", self.neighbours)
-        monkeypatch.setattr(branches, "_edit", self.edit)
+        monkeypatch.setattr(cuda, "kernel_name", lambda node: self.names[node.value])
+        monkeypatch.setattr(cuda, "neighbours", self.neighbours)
+        monkeypatch.setattr(cuda, "_edit", self.edit)
 
     def neighbours(self, query, node):
-        ahead = query == branches._AHEAD
+        ahead = query == cuda._AHEAD
         found = [(a if ahead else b, self.kinds.get((a, b), 0)) for a, b in sorted(self.edges) if node.value in (a, b)]
         found = [(other, kind) for other, kind in found if other != node.value]
         return [(c_void_p(other), kind) for other, kind in found]
