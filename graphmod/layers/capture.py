@@ -15,7 +15,7 @@ from graphmod.guards.changes import what_changed
 from graphmod.guards.guards import Guards
 from graphmod.layers.backward import BackwardGraph, Gradients, changed_in_place
 from graphmod.layers.graph import LayerGraph
-from graphmod.ranks.ballot import LateRanks
+from graphmod.ranks.agreement import LateRanks
 from graphmod.ranks.fully_shard import taken_together
 from graphmod.reads.frames import noting
 from graphmod.step.buffers import StaticInput, StaticOutput, static_memory

@@ -18,8 +18,7 @@ from graphmod.layers.capture import capture_backward
 from graphmod.layers.graph import LayerGraph, Ticket
 from graphmod.layers.recorded import DIFFERENTIATED_AGAIN
 from graphmod.layers.uses import watch_sums
-from graphmod.ranks.agreement import Choice
-from graphmod.ranks.ballot import LateRanks
+from graphmod.ranks.agreement import Choice, LateRanks
 from graphmod.signature.flattening import rebuild
 from graphmod.signature.modes import FOREIGN, entered_again
 from graphmod.step.buffers import apart

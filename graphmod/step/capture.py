@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from graphmod.errors import CaptureRefused, Diverged
-from graphmod.ranks.ballot import LateRanks
+from graphmod.ranks.agreement import LateRanks
 from graphmod.ranks.fully_shard import captured
 from graphmod.signature.call import Call
 from graphmod.step.context import Context

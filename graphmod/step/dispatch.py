@@ -12,8 +12,7 @@ from torch import Tensor
 from graphmod.config import Verify
 from graphmod.errors import CaptureRefused
 from graphmod.guards.hooks import on_accumulator
-from graphmod.ranks.agreement import Agreement, Choice, communicated, free_before_destruction, several_ranks
-from graphmod.ranks.ballot import LateRanks
+from graphmod.ranks.agreement import Agreement, Choice, LateRanks, communicated, free_before_destruction, several_ranks
 from graphmod.ranks.data_parallel import Depth, inside_calls
 from graphmod.reads.backwards import end_left, watches
 from graphmod.signature.call import Call, Flat

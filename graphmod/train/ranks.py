@@ -17,7 +17,7 @@ from torch import Tensor, distributed
 from torch.distributed.device_mesh import init_device_mesh
 
 from graphmod.errors import ConfigError
-from graphmod.ranks.ballot import Ballot
+from graphmod.ranks.agreement import Ballot
 from graphmod.train.device import pick_device
 from graphmod.train.settings import DeviceName, ParallelConfig, ParallelMode, RunConfig, sizes
 from graphmod.words import counted

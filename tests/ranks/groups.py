@@ -4,7 +4,7 @@ import torch
 from torch import distributed
 
 from graphmod import CUDAGraphModule
-from graphmod.ranks.ballot import LateRanks, connected
+from graphmod.ranks.agreement import LateRanks, connected
 
 GROUPS = {
     "chain": ([0, 1], [1, 2]),

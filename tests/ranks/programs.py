@@ -241,14 +241,14 @@ def refuses(device, rank, settings):
 
 def votes(device, rank, hosts):
     """Votes of all ranks, as if they ran on so many machines."""
-    from graphmod.ranks import ballot
+    from graphmod.ranks import agreement
 
-    original = ballot._boot
-    ballot._boot = lambda: f"machine {rank % hosts}"
+    original = agreement._boot
+    agreement._boot = lambda: f"machine {rank % hosts}"
     try:
-        box = ballot.Ballot([0, 1], 30)
+        box = agreement.Ballot([0, 1], 30)
     finally:
-        ballot._boot = original
+        agreement._boot = original
     found = []
     for index in range(60):
         found.append(box.vote((index * (rank + 1)) % 3))
@@ -257,15 +257,15 @@ def votes(device, rank, hosts):
 
 def comes_late(device, rank):
     """What the first rank is told where the second does not vote."""
-    from graphmod.ranks import ballot
+    from graphmod.ranks import agreement
 
-    box = ballot.Ballot([0, 1], 0.5)
+    box = agreement.Ballot([0, 1], 0.5)
     box.vote(1)
     if rank:
         return ""
     try:
         box.vote(1)
-    except ballot.LateRanks as error:
+    except agreement.LateRanks as error:
         return str(error)
 
 
@@ -274,15 +274,15 @@ def ends_early(device, rank):
     import os
     import signal
 
-    from graphmod.ranks import ballot
+    from graphmod.ranks import agreement
 
-    box = ballot.Ballot([0, 1], 60)
+    box = agreement.Ballot([0, 1], 60)
     box.vote(1)
     if rank:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         box.vote(1)
-    except ballot.LateRanks as error:
+    except agreement.LateRanks as error:
         return str(error)
 
 
