@@ -19,8 +19,7 @@ from graphmod.errors import reason as failure
 from graphmod.guards.changes import NOT_REPLAYED
 from graphmod.guards.guards import Guards
 from graphmod.guards.hooks import HookWatch, has_gradient_hooks
-from graphmod.signature.arguments import Given
-from graphmod.signature.call import Call, Flat
+from graphmod.signature.call import Call, Flat, Given
 from graphmod.signature.flattening import rebuild
 from graphmod.signature.modes import AUTOCAST
 from graphmod.step.buffers import StaticInput, static_inputs, unlike_eager

@@ -13,8 +13,7 @@ from graphmod.guards.changes import imports, what_changed
 from graphmod.guards.guards import Guards
 from graphmod.guards.notes import Notes
 from graphmod.reads.frames import noting
-from graphmod.signature.arguments import Given
-from graphmod.signature.call import Call
+from graphmod.signature.call import Call, Given
 from graphmod.step.results import not_to_be_made_again, outline, resolved
 from graphmod.torch_private import any_autocast, backward_threads, frames_compiled, set_backward_threads
 from graphmod.trace import dispatch
