@@ -42,9 +42,9 @@ from graphmod.ranks.data_parallel import Borrowed
 from graphmod.signature.call import Call
 from graphmod.signature.flattening import unrepeatable
 from graphmod.signature.modes import FOREIGN, difference, key_reader
+from graphmod.step.context import Surroundings
 from graphmod.step.recording import watch
 from graphmod.step.results import not_returned, not_to_be_made_again, outline
-from graphmod.step.surroundings import Surroundings
 from graphmod.torch_private import current_node, next_sequence_number
 from graphmod.trace.garbage import no_garbage_collection
 from graphmod.trace.recorder import Recorder
