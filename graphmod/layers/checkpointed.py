@@ -18,7 +18,7 @@ from torch.utils import checkpoint as checkpoints
 from graphmod.errors import CaptureRefused
 from graphmod.signature.call import Call
 from graphmod.signature.modes import entered_again
-from graphmod.step.buffers import apart
+from graphmod.step.buffers import without_history
 from graphmod.torch_private import current_backward, top_saved_tensors_hooks, tree_map_only
 
 _CODE = inspect.unwrap(checkpoints.checkpoint).__code__
@@ -77,7 +77,7 @@ class RunAgain(torch.autograd.graph.saved_tensors_hooks):
     def _compute(self, index: int) -> Tensor:
         if self._computed_in != current_backward():
             self._computed, self._computed_in = [], current_backward()
-            args, kwargs = tree_map_only(Tensor, apart, (self._call.args, self._call.kwargs))
+            args, kwargs = tree_map_only(Tensor, without_history, (self._call.args, self._call.kwargs))
             hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, _never)
             modes = entered_again(self._modes, self._device_type)
             with torch.enable_grad(), modes, hooks, contextlib.suppress(_Enough):

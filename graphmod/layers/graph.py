@@ -17,7 +17,7 @@ from graphmod.errors import CaptureRefused, Diverged
 from graphmod.guards.hooks import has_gradient_hooks, has_hooks_of_others, without_gradient_hooks
 from graphmod.layers.backward import BackwardGraph, Gradients
 from graphmod.layers.checkpointed import KEPT, RunAgain, in_checkpoint
-from graphmod.layers.uses import apart, nodes_behind, times, uses_of
+from graphmod.layers.uses import nodes_behind, separate_uses, times, uses_of
 from graphmod.signature.call import Call
 from graphmod.step.context import Context
 from graphmod.step.entry import Entry
@@ -197,7 +197,7 @@ class LayerGraph(StepGraph):
                 for place, parameter in enumerate(direct, len(ends)):
                     if id(parameter) in several:
                         repeated[place] = edges.get(id(parameter)) or get_gradient_edge(parameter)
-            separately = apart(repeated, outputs) if repeated else contextlib.nullcontext(parts)
+            separately = separate_uses(repeated, outputs) if repeated else contextlib.nullcontext(parts)
             # Autograd runs the hooks when the gradients come out of this node.
             with separately as parts, without_gradient_hooks(self.hooked):
                 found = torch.autograd.grad(

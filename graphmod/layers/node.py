@@ -21,7 +21,7 @@ from graphmod.layers.uses import watch_sums
 from graphmod.ranks.agreement import Choice, LateRanks
 from graphmod.signature.flattening import rebuild
 from graphmod.signature.modes import FOREIGN, entered_again
-from graphmod.step.buffers import apart
+from graphmod.step.buffers import without_history
 from graphmod.step.dispatch import agrees, run_again
 from graphmod.step.entry import REPLAY
 from graphmod.step.log import cause_of
@@ -412,7 +412,7 @@ def _run_again(ticket: Ticket, graph: LayerGraph) -> tuple[Sequence[Tensor], lis
         run_again.count = depth + 1
         for tensor, value in zip(graph.advanced, ticket.before or (), strict=True):
             tensor.copy_(value)
-        leaves = [apart(static.tensor) for static in graph.inputs]
+        leaves = [without_history(static.tensor) for static in graph.inputs]
         args, kwargs = rebuild(graph.entry.signature.structure, leaves)
         modes = entered_again(graph.entry.signature.modes, backend.device_type)
         with torch.enable_grad(), modes, graph.recording.guards.as_recorded():

@@ -209,7 +209,7 @@ def _waiting() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def apart(edges: Mapping[int, GradientEdge], outputs: Sequence[Tensor]) -> Iterator[dict[int, list[Tensor]]]:
+def separate_uses(edges: Mapping[int, GradientEdge], outputs: Sequence[Tensor]) -> Iterator[dict[int, list[Tensor]]]:
     """Keeps autograd from adding up the gradients of some tensors' uses, while it differentiates `outputs`.
 
     Args:

@@ -162,7 +162,7 @@ def adopted(source: Tensor, static: Any) -> Tensor | None:
     return owner.as_strided(source.size(), source.stride(), source.storage_offset() + owner.storage_offset())
 
 
-def apart(tensor: Tensor) -> Tensor:
+def without_history(tensor: Tensor) -> Tensor:
     """The same memory, without the autograd graph that led to it."""
     with torch.no_grad():  # a view stays one, because autocast keeps its casts of leaves that are none
         made = tensor.view_as(tensor) if tensor._is_view() else tensor.detach()
