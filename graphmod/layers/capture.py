@@ -13,8 +13,7 @@ from torch import Tensor
 from graphmod.errors import CaptureRefused
 from graphmod.guards.changes import what_changed
 from graphmod.guards.guards import Guards
-from graphmod.layers.backward import BackwardGraph, Gradients, changed_in_place
-from graphmod.layers.graph import LayerGraph
+from graphmod.layers.graph import BackwardGraph, Gradients, LayerGraph, changed_in_place
 from graphmod.ranks.agreement import LateRanks
 from graphmod.ranks.fully_shard import taken_together
 from graphmod.reads.frames import noting

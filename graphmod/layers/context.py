@@ -10,8 +10,7 @@ from torch import Tensor
 
 from graphmod.guards.hooks import several_hooks
 from graphmod.layers.casts import Casts, casts_of_its_own, learn_casts
-from graphmod.layers.checkpointed import DRAWS, draws_anew
-from graphmod.layers.graph import LayerGraph, Ticket
+from graphmod.layers.graph import DRAWS, LayerGraph, Ticket, draws_anew
 from graphmod.layers.node import InTurn, apply_replayed
 from graphmod.layers.recorded import RecordedBackward, for_plain_backwards, nodes_of, watch_backward
 from graphmod.layers.uses import learn_uses

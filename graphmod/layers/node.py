@@ -13,9 +13,8 @@ from torch import Tensor
 
 from graphmod.errors import BackwardUnavailable
 from graphmod.guards.hooks import has_gradient_hooks, without_gradient_hooks
-from graphmod.layers.backward import BackwardGraph, GradientsExchanged, Outvoted, changed_in_place
 from graphmod.layers.capture import capture_backward
-from graphmod.layers.graph import LayerGraph, Ticket
+from graphmod.layers.graph import BackwardGraph, GradientsExchanged, LayerGraph, Outvoted, Ticket, changed_in_place
 from graphmod.layers.recorded import DIFFERENTIATED_AGAIN
 from graphmod.layers.uses import watch_sums
 from graphmod.ranks.agreement import Choice, LateRanks
