@@ -6,14 +6,14 @@ import weakref
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from graphmod.guards.hooks import several_hooks
-from graphmod.layers.casts import Casts, casts_of_its_own, learn_casts
 from graphmod.layers.graph import DRAWS, LayerGraph, Ticket, draws_anew
 from graphmod.layers.node import InTurn, apply_replayed
 from graphmod.layers.recorded import RecordedBackward, for_plain_backwards, nodes_of, watch_backward
-from graphmod.layers.uses import learn_uses
+from graphmod.layers.uses import Block, block_of_now, casts_of_its_own, learn_casts, learn_uses, shares_casts
 from graphmod.ranks.fully_shard import reads_parts
 from graphmod.signature.call import Call
 from graphmod.step.context import Context
@@ -58,13 +58,17 @@ class LayerContext(Context):
     def start(self) -> None:
         super().start()
         self._eager_calls: weakref.WeakSet[EagerCall] = weakref.WeakSet()
-        self._casts = Casts()
+        self._block: weakref.ref[Block] | None = None  # of autocast, in which the last call was that keeps casts
 
     def waiting(self) -> int:
         return sum(not call.done for call in self._eager_calls)
 
     def shares_casts(self, entry: Entry) -> bool:
-        return self._casts.shared(self, entry)
+        if not any(p.requires_grad and p.dtype is torch.float32 for p in self.around.parameters):
+            return False
+        block = block_of_now(self.group.backend.device)
+        before, self._block = self._block, weakref.ref(block)
+        return shares_casts(self, entry, before is not None and before() is block)
 
     def own_casts(self, entry: Entry) -> AbstractContextManager:
         return casts_of_its_own(self, entry)

@@ -76,7 +76,7 @@ class Group:
         self.whole = FixedPlaces()  # where parameters lie that `fully_shard` collects for each use
         self.buffers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.shared: dict[int, Tensor] = {}
-        self.shares_casts = False  # see `casts`
+        self.shares_casts = False  # see `layers.uses`
         self.tied: dict[int, Tensor] = {}
         self.stash: dict[int, Tensor] = {}
         self.places: dict[tuple, list] = {}

@@ -140,7 +140,7 @@ def follow(
     """
     recorder = Recorder(call.leaves, gpu=gpu, before_collective=before_collective, host_draws=host_draws)
     dispatch.has_key()  # which imports much when it is first asked: not while frames are watched
-    # What a graph casts, it casts itself; the recorded call must do so too. With gradients, `casts` sees to that.
+    # What a graph casts, it casts itself; the recorded call must do so too. With gradients, `layers.uses` does.
     casts = any_autocast() and not torch.is_grad_enabled()
     threads, grad = backward_threads(), torch.is_grad_enabled()
 
