@@ -124,7 +124,7 @@ def test_so_do_the_rooms_within(house, room):
 
 ON_TOP = ("fuse", "decode")
 DOORS = {"errors", "config", "torch_private", "cuda_driver", "interrupts", "text", "attention"}
-DOORS |= {"wrap.extension", "wrap.exchange", "wrap.module", "wrap.layers"}
+DOORS |= {"wrap.extension", "wrap.module", "wrap.layers"}
 
 
 @pytest.mark.parametrize("room", ON_TOP)

@@ -31,7 +31,7 @@ from graphmod.fuse.program import (
     graph_of,
 )
 from graphmod.torch_private import FakeTensorMode
-from graphmod.wrap.exchange import exchange, memory_of, observed, serving
+from graphmod.wrap.extension import exchange, memory_of, observed, serving
 from graphmod.wrap.module import CUDAGraphModule
 
 log = logging.getLogger("graphmod")

@@ -18,7 +18,7 @@ from torch import Tensor, library
 from torch.fx import GraphModule, Node
 
 from graphmod.torch_private import OpOverload, is_traceable_wrapper_subclass, to_copy
-from graphmod.wrap.exchange import facts, written
+from graphmod.wrap.extension import facts, written
 
 _aten = torch.ops.aten
 MOST_ROWS = 128

@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphmod.torch_private import NoAutocast, OpOverload, is_traceable_wrapper_subclass
-from graphmod.wrap.exchange import CompiledGraph, Facts, address, draws, each_tensor, facts, written
+from graphmod.wrap.extension import CompiledGraph, Facts, address, draws, each_tensor, facts, written
 
 _ONLY_CHECK = ("aten::_assert", "aten::sym_constrain", "profiler::")
 _OF_SHAPES = ("aten::new_", "aten::ones_like", "aten::zeros_like", "aten::full_like", "aten::empty_like")
@@ -85,7 +85,7 @@ class Program(NamedTuple):
 
 
 class Observer:
-    """Takes down the operations of a capture; for `wrap.exchange.observed`. It keeps no tensor alive but those that
+    """Takes down the operations of a capture; for `wrap.extension.observed`. It keeps no tensor alive but those that
     were there before, as the memory of a graph is that of tensors which are gone."""
 
     def __init__(self) -> None:

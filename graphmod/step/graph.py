@@ -76,7 +76,7 @@ class StepGraph:
         backward: None here; of those that have one, the captured backward.
         recording: the `Recording` of the eager call it stands on.
         successor, succeeded: code whose graph is to take the place of this one's, and whether it has run once; see
-            `wrap.exchange`.
+            `wrap.extension`.
     """
 
     def __init__(self, context: Context, entry: Entry, tape: Tape, recording: Recording) -> None:
@@ -286,7 +286,7 @@ class StepGraph:
         self._after(leaves)
 
     def replace_by(self, run: Callable[[], None]) -> None:
-        """Has other code take the place of this graph, from the next call on; see `wrap.exchange`."""
+        """Has other code take the place of this graph, from the next call on; see `wrap.extension`."""
         self.successor = run
 
     def run_successor(self) -> bool:

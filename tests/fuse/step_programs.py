@@ -5,7 +5,7 @@ import torch
 from graphmod import CUDAGraphModule
 from graphmod.config import CUDAGraphConfig
 from graphmod.fuse.program import Observer
-from graphmod.wrap.exchange import memory_of, observed, serving
+from graphmod.wrap.extension import memory_of, observed, serving
 
 
 def program_of(step):

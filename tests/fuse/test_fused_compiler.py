@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qw
 
 from graphmod.decode import DecodeEngine, DecodeError
 from graphmod.fuse.compiler import StepCompiler
-from graphmod.wrap.exchange import serving
+from graphmod.wrap.extension import serving
 
 SLIDING = ["sliding_attention", "full_attention"] * 3
 MODELS = {

@@ -14,7 +14,7 @@ from graphmod import CUDAGraphModule
 from graphmod.config import CUDAGraphConfig
 from graphmod.fuse.compiler import StepCompiler
 from graphmod.fuse.program import Unsupported, cut
-from graphmod.wrap.exchange import serving
+from graphmod.wrap.extension import serving
 
 
 def attend(x, weight, scale=None):

@@ -5,7 +5,7 @@ import torch
 
 from graphmod import CUDAGraphModule
 from graphmod.errors import SuccessorFailed
-from graphmod.wrap.exchange import exchange, serving
+from graphmod.wrap.extension import exchange, serving
 
 
 class Steps:
