@@ -33,9 +33,9 @@ from graphmod.train.parallel import (
     total_norm,
 )
 from graphmod.train.settings import Scope, TrainGraphConfig, train_settings
-from graphmod.wrap.body import body_of
 from graphmod.wrap.layers import edge_modules, find_layers, match_layers, ungraph, wrap
 from graphmod.wrap.module import CUDAGraphModule
+from graphmod.wrap.target import body_of
 
 # -- batches of any form: brought to fixed addresses on the device, and cut into microbatches --------------------------
 

@@ -25,9 +25,8 @@ from graphmod.errors import ConfigError
 from graphmod.ranks.data_parallel import take_over
 from graphmod.step.group import Group
 from graphmod.torch_private import is_compiled
-from graphmod.wrap.body import Body, body_of
 from graphmod.wrap.module import CUDAGraphModule
-from graphmod.wrap.target import MARK, Mark, Target
+from graphmod.wrap.target import MARK, Body, Mark, Target, body_of
 
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # they only hold
 

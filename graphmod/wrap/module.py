@@ -22,8 +22,7 @@ from graphmod.torch_private import current_node, when_compiled
 from graphmod.trace.dispatch import is_recording
 from graphmod.trace.undo import let_through
 from graphmod.wrap.beside import WithMore, asked_of
-from graphmod.wrap.body import INSTEAD, Body, as_plain
-from graphmod.wrap.target import HOLDERS, Target, caller_with, in_place_of_forward
+from graphmod.wrap.target import HOLDERS, INSTEAD, Body, Target, as_plain, caller_with, in_place_of_forward
 
 _reference_count = sys.getrefcount
 _NEVER_THE_WRAPPERS = ("_root", "module")
