@@ -47,6 +47,7 @@ class Context:
         entries: the signatures it was called with.
         around: what it works on.
         account: the patience with all signatures together.
+        without_layers: that with eager calls of a body whose layers run as plain modules meanwhile, see `Body`.
         served: the graph behind the last call; None where that had none.
         eager_in: the pass of the group in which it last ran without a graph.
         agreement: of all ranks that take part in its calls; None where none but this process is known to.
@@ -69,12 +70,13 @@ class Context:
         """Forgets all but counters and signatures."""
         self.around = Surroundings(self.root)
         self.served: Any = None
-        self.account = self._new_account()
+        self._open_accounts()
         self.eager_in = -1
         self.nested = False
 
-    def _new_account(self) -> Account:
-        return Account(max(_PATIENCE, 16 * self.config.max_graphs))
+    def _open_accounts(self) -> None:
+        self.account = Account(max(_PATIENCE, 16 * self.config.max_graphs))
+        self.without_layers = Account(self.config.warmup_steps + 2)
 
     @property
     def training(self) -> bool | None:
@@ -133,7 +135,7 @@ class Context:
         """Lets signatures that failures disabled be captured again."""
         for entry in self.entries:
             entry.rearm()
-        self.account = self._new_account()
+        self._open_accounts()
         self.group.said.forget(self.name)
 
     def out_of_date(self, entry: Entry, difference: str) -> None:

@@ -1,5 +1,7 @@
-"""What a wrapper around a module calls: its `forward` of now, past the wrapper that may stand in its place; how a module
-whose `forward` is redirected is told from its copies; and which serves where a wrapped module is around wrapped layers.
+"""What a wrapper around a module calls: its `forward` of now, past the wrapper that may stand in its place.
+
+Owns also how a module whose `forward` is redirected is told from its copies, and which serves a call where a wrapped
+module is around wrapped layers.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from torch import distributed, nn
 from graphmod.ranks.data_parallel import Depth
 from graphmod.step.context import Context
 from graphmod.step.dispatch import run_again
-from graphmod.step.entry import Account, Entry
+from graphmod.step.entry import Entry
 from graphmod.trace.dispatch import is_recording
 
 
@@ -123,13 +125,12 @@ def caller_with(mark: Mark) -> nn.Module | None:
 _post_accumulate_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
 as_plain = Depth()  # calls of a body whose wrapped layers run as plain modules
 INSTEAD = "; its layers then run from graphs of their own"
-_PAYS = 8  # to the account of eager calls: a replay that many times less than to that of captures
+_PAYS = 8  # to `Context.without_layers`: a replay that many times less than to the account of captures
 _UNUSED = 64  # calls of a body in a row that do without the graphs of its layers, which are then given up
 
 
 class Body(Target):
-    """Calls the `forward` of a module around wrapped layers, and decides which serves a call: its own graph, or those of
-    the layers.
+    """Calls the `forward` of a module around wrapped layers, and decides which serves: its own graph, or the layers'.
 
     One graph of the module that runs the layers (the body) costs the host a fraction of what the graphs of its layers
     do. Where it cannot be captured, or not now, its Python runs, and its layers from graphs of their own. To make
@@ -143,8 +144,6 @@ class Body(Target):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self.passed_over = False
-        self._account = Account(0)
-        self._opened_with: Account | None = None
         self._unused = 0
 
     def passes_on(self) -> bool:
@@ -183,12 +182,11 @@ class Body(Target):
         if late:
             _drop_graphs(context)
         self.passed_over = late or _is_refused(context)
-        if self._opened_with is not context.account:  # force_enable() and reset() open a new one
-            self._account, self._opened_with = Account(context.config.warmup_steps + 2), context.account
-        if late or entry is None or entry.disabled or not self._account.allows(context.counters.replays // _PAYS):
+        account = context.without_layers
+        if late or entry is None or entry.disabled or not account.allows(context.counters.replays // _PAYS):
             self._unused = 0
             return False
-        self._account.spend(1)
+        account.spend(1)
         return True
 
     def _give_up_layers(self) -> None:
