@@ -16,10 +16,9 @@ from torch import Tensor
 from graphmod.torch_private import BelowAutograd, NoAutocast, Work, functional_collectives, work_from_future
 from graphmod.trace.garbage import no_garbage_collection
 from graphmod.trace.hazards import NO_VALUES
-from graphmod.trace.operations import address, facts
+from graphmod.trace.operations import address, each_tensor, facts, tensors_in
 from graphmod.trace.recorder import Follower, Graph
 from graphmod.trace.script import Script
-from graphmod.trace.tensors import each_tensor, tensors_in
 from graphmod.trace.undo import within
 
 # These change how a tensor looks at its memory, which the recording keeps as they have left it.

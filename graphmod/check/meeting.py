@@ -26,8 +26,7 @@ from graphmod.errors import GraphmodError
 from graphmod.ranks.agreement import several_ranks
 from graphmod.torch_private import ProcessGroup, default_store, group_named, groups_of_program
 from graphmod.trace.lines import Lines, lines
-from graphmod.trace.operations import reduction_of
-from graphmod.trace.tensors import tensors_in
+from graphmod.trace.operations import reduction_of, tensors_in
 from graphmod.words import ranks_in_words
 
 _NAMES = {

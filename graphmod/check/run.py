@@ -47,8 +47,8 @@ from graphmod.step.recording import watch
 from graphmod.step.results import not_returned, not_to_be_made_again, outline
 from graphmod.torch_private import current_node, next_sequence_number
 from graphmod.trace.garbage import no_garbage_collection
+from graphmod.trace.operations import is_stale
 from graphmod.trace.recorder import Recorder
-from graphmod.trace.tensors import is_stale
 from graphmod.words import counted
 from graphmod.wrap.layers import find_layers, match_layers, without_graphs
 from graphmod.wrap.module import CUDAGraphModule

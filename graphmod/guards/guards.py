@@ -38,7 +38,7 @@ from graphmod.guards.values import (
 )
 from graphmod.ranks.fully_shard import as_in_forwards
 from graphmod.torch_private import alike, is_traceable_wrapper_subclass
-from graphmod.trace.tensors import is_leaf
+from graphmod.trace.operations import is_leaf
 from graphmod.trace.undo import let_through
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

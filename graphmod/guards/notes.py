@@ -52,7 +52,7 @@ from graphmod.ranks.fully_shard import held_between_calls
 from graphmod.torch_private import FunctionBase, weak_reference
 from graphmod.trace.garbage import Ages
 from graphmod.trace.host_draws import HostDraws
-from graphmod.trace.tensors import is_leaf
+from graphmod.trace.operations import is_leaf
 from graphmod.trace.undo import let_through
 from graphmod.trace.untraced import identity
 

@@ -40,7 +40,7 @@ from graphmod.guards.values import (
 )
 from graphmod.reads.operand_stack import Nothing, depths, top
 from graphmod.torch_private import TensorBase
-from graphmod.trace.tensors import is_leaf
+from graphmod.trace.operations import is_leaf
 from graphmod.trace.untraced import identity
 
 Step = tuple[Callable, int, Any, int, int]

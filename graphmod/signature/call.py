@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from graphmod.signature.flattening import flatten
 from graphmod.signature.signature import PLAIN_TENSORS, argument_names, attributes_of, parameter_names
-from graphmod.trace.tensors import is_leaf, is_stale
+from graphmod.trace.operations import is_leaf, is_stale
 
 
 class Flat:

@@ -25,7 +25,7 @@ from graphmod.signature.flattening import (
     unrepeatable,
 )
 from graphmod.torch_private import alike
-from graphmod.trace.tensors import is_leaf
+from graphmod.trace.operations import is_leaf
 
 PLAIN_TENSORS = (Tensor, nn.Parameter)
 STATIC = "_graphmod_static"

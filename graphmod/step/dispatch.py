@@ -28,7 +28,7 @@ from graphmod.step.recording import Recording, follow, record
 from graphmod.torch_private import current_node, is_fx_tracing, is_traced, next_sequence_number, top_saved_tensors_hooks
 from graphmod.trace import dispatch
 from graphmod.trace.hazards import COMPILES
-from graphmod.trace.tensors import is_stale
+from graphmod.trace.operations import is_stale
 from graphmod.trace.undo import let_through, undo_left
 
 ON_ACCUMULATOR = (

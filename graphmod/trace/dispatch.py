@@ -43,8 +43,7 @@ from graphmod.torch_private import (
     operator_names,
     without_modes,
 )
-from graphmod.trace.operations import Step, draws, facts
-from graphmod.trace.tensors import tensors_in
+from graphmod.trace.operations import Step, draws, facts, tensors_in
 from graphmod.trace.untraced import identity, resume, suspend, thread_state, traced, untraced
 
 log = logging.getLogger("graphmod")

@@ -30,8 +30,7 @@ from graphmod.torch_private import BelowAutograd, NoAutocast, OpOverload, set_gr
 from graphmod.trace.generators import comparable, copy_of, put_back, same_generator, state_of
 from graphmod.trace.hazards import DATA, Hazard, Origins
 from graphmod.trace.lines import location
-from graphmod.trace.operations import Facts, address
-from graphmod.trace.tensors import each_tensor, tensors_in
+from graphmod.trace.operations import Facts, address, each_tensor, tensors_in
 from graphmod.trace.undo import Undo, let_through, undoing
 
 # How much these draw depends on shapes alone. (`poisson`, `binomial` and gamma draw until a value is accepted.)

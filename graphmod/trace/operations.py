@@ -1,5 +1,7 @@
-"""What a recorded operation is: facts about operators, and what they are given besides tensors."""
+"""What a recorded operation is: facts about operators, the tensors that they are given and give, and what else they are
+given."""
 
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +52,39 @@ def opaque_scalar(value: Any) -> Any:
 def reduction_of(value: Any) -> int | None:
     """The number of a reduction, as in `ReduceOp.RedOpType`; None where this PyTorch does not tell."""
     return value.op() if value._has_method("op") else None
+
+
+# -- tensors, which may lie in lists and tuples ------------------------------------------------------------------------
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among some values, in order."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
+
+
+def each_tensor(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """The value with each tensor in it replaced by what `change` makes of it."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)([each_tensor(one, change) for one in value])
+    return value
+
+
+def is_stale(tensor: Tensor) -> bool:
+    """Whether a tensor is a view that was made under `no_grad`, and whose memory was changed with gradients since:
+    autograd refuses whoever asks for its history."""
+    try:
+        return tensor.is_leaf is None
+    except RuntimeError:
+        return True
+
+
+def is_leaf(tensor: Tensor) -> bool:
+    """Whether a tensor is one, so that it may collect a gradient."""
+    return not is_stale(tensor) and tensor.is_leaf
 
 
 # -- operations ------------------------------------------------------------------------------------------------------

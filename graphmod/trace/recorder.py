@@ -50,11 +50,11 @@ from graphmod.trace.operations import (
     facts,
     scalar_of,
     scalars_of,
+    tensors_in,
     written,
 )
 from graphmod.trace.patches import asking
 from graphmod.trace.script import Kept, Script
-from graphmod.trace.tensors import tensors_in
 from graphmod.trace.undo import Undo, let_through
 from graphmod.trace.untraced import identity, resume, suspend, thread_state, traced
 

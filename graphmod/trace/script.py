@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from graphmod.trace.lines import Lines
-from graphmod.trace.operations import Step, address, facts
-from graphmod.trace.tensors import each_tensor, tensors_in
+from graphmod.trace.operations import Step, address, each_tensor, facts, tensors_in
 
 
 class Kept:

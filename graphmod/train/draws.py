@@ -12,8 +12,7 @@ from torch import Tensor
 
 from graphmod.torch_private import DispatchKey, KeyExcluded, TorchDispatchMode, tree_map_only
 from graphmod.trace.dispatch import through_a_mode
-from graphmod.trace.operations import draws, facts
-from graphmod.trace.tensors import tensors_in
+from graphmod.trace.operations import draws, facts, tensors_in
 
 
 def _changed(op: Any, args: tuple, kwargs: dict) -> list[Tensor]:

@@ -27,10 +27,9 @@ from graphmod.step.recording import watch
 from graphmod.trace import dispatch
 from graphmod.trace.compiled import CompiledGraph
 from graphmod.trace.garbage import no_garbage_collection
-from graphmod.trace.operations import Facts, address, draws, facts, written
+from graphmod.trace.operations import Facts, address, draws, each_tensor, facts, written
 from graphmod.trace.patches import Patch, Replacement
 from graphmod.trace.recorder import observing
-from graphmod.trace.tensors import each_tensor
 from graphmod.trace.untraced import untraced
 from graphmod.wrap.module import CUDAGraphModule
 
