@@ -347,7 +347,7 @@ def _built_in(value: Any, kinds: tuple[type, ...]) -> Any:
 def content(value: Any) -> tuple | None:
     """What is inside a value that may change: a tuple of values, or of bytes. None where it holds nothing of that kind.
 
-    What only counts while the call runs, the state of a random generator, `chance` compares.
+    What only counts while the call runs, the state of a random generator, `Chance` compares.
     """
     if isinstance(value, (OpaqueModule, Cached)):
         return value.content()
