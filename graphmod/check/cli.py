@@ -222,7 +222,7 @@ def _tried(name: str, call: Callable[[], Any]) -> Any:
 def _raised(what: str, error: BaseException) -> str:
     """One sentence: the error, and the last line of the user's that led to it."""
     from graphmod.check.report import shortened
-    from graphmod.guards.library import is_users
+    from graphmod.trace.lines import is_users
 
     said = str(error).strip().splitlines()
     text = f"{what} raised {type(error).__name__}" + (f": {said[0]}" if said else "")

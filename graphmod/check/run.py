@@ -34,7 +34,6 @@ from graphmod.guards.changes import (
 )
 from graphmod.guards.guards import Guards
 from graphmod.guards.hooks import without_gradient_hooks
-from graphmod.guards.library import is_users
 from graphmod.guards.notes import Notes
 from graphmod.guards.values import Cell, describe, dict_of, is_plain
 from graphmod.layers.recorded import BackwardOfCall, for_plain_backwards, nodes_of
@@ -47,6 +46,7 @@ from graphmod.step.recording import watch
 from graphmod.step.results import not_returned, not_to_be_made_again, outline
 from graphmod.torch_private import current_node, next_sequence_number
 from graphmod.trace.garbage import no_garbage_collection
+from graphmod.trace.lines import is_users
 from graphmod.trace.operations import is_stale
 from graphmod.trace.recorder import Recorder
 from graphmod.words import counted

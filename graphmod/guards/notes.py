@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.guards.compiled import CompiledFrame, is_arithmetic
-from graphmod.guards.library import is_library, is_library_module, is_of_core, is_of_library, is_users, means_nothing
 from graphmod.guards.values import (
     CODE,
     CONTAINERS,
@@ -41,10 +40,14 @@ from graphmod.guards.values import (
     find_item,
     get,
     is_iterator,
+    is_library_module,
     is_made_by_code,
+    is_of_core,
+    is_of_library,
     is_plain,
     is_random,
     is_small_array,
+    means_nothing,
     of_c,
     same,
     same_content,
@@ -56,6 +59,7 @@ from graphmod.trace import dispatch
 from graphmod.trace.garbage import Ages
 from graphmod.trace.generators import METHODS, comparable, kinds_followed, state_of
 from graphmod.trace.host_draws import HostDraws
+from graphmod.trace.lines import is_library, is_users
 from graphmod.trace.operations import is_leaf
 from graphmod.trace.undo import let_through
 from graphmod.trace.untraced import identity

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphmod.guards.library import is_library
 from graphmod.guards.notes import Notes
 from graphmod.reads import events
 from graphmod.reads.operand_stack import VERSIONS, depths, function_of, lies_there
@@ -28,7 +27,7 @@ from graphmod.torch_private import DYNAMO, OpOverload, beside_dynamo, written_by
 from graphmod.trace import dispatch
 from graphmod.trace.garbage import Ages
 from graphmod.trace.host_draws import HostDraws
-from graphmod.trace.lines import CORE, STDLIB, TORCH
+from graphmod.trace.lines import CORE, STDLIB, TORCH, is_library
 from graphmod.trace.undo import Undo, let_through
 from graphmod.trace.untraced import identity, untraced
 

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphmod.guards.library import is_library
 from graphmod.guards.notes import DEEP, Notes
 from graphmod.guards.values import (
     CODE,
@@ -40,6 +39,7 @@ from graphmod.guards.values import (
 )
 from graphmod.reads.operand_stack import Nothing, depths, top
 from graphmod.torch_private import TensorBase
+from graphmod.trace.lines import is_library
 from graphmod.trace.operations import is_leaf
 from graphmod.trace.untraced import identity
 

@@ -19,8 +19,7 @@ from typing import Any
 import numpy
 from torch import Tensor, nn
 
-from graphmod.guards.library import for_each_class
-from graphmod.guards.values import CONSTANTS, is_made_by_code
+from graphmod.guards.values import CONSTANTS, for_each_class, is_made_by_code
 from graphmod.torch_private import weak_reference
 
 PLAIN_KINDS = frozenset(CONSTANTS)

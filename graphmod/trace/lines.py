@@ -1,4 +1,4 @@
-"""Which lines of code an operation comes from: the user's, and the library's if one lies between."""
+"""Whose a file is, and which lines of code an operation comes from: the user's, and a library's that lies between."""
 
 import functools
 import inspect
@@ -57,14 +57,26 @@ def location(code: CodeType, line: int) -> str:
 
 
 @functools.cache
+def is_library(filename: str) -> bool:
+    """Whether a file belongs to an installed library."""
+    filename = os.path.normpath(filename)
+    installed = any(f"{os.sep}{folder}{os.sep}" in filename for folder in ("site-packages", "dist-packages"))
+    return installed or filename.startswith((TORCH, STDLIB, "<frozen"))
+
+
+@functools.cache
+def is_users(filename: str) -> bool:
+    """Whether a file is neither a library's nor part of this package."""
+    return not is_library(filename) and not os.path.normpath(filename).startswith(CORE)
+
+
+@functools.cache
 def _kind(path: str) -> str:
     if path.startswith(_PLUMBING) or path.startswith(("<frozen", "<eval_with_key>")):
         return "plumbing"
     if path.startswith(TORCH):
         return "torch"
-    if "site-packages" in path or "dist-packages" in path or path.startswith(STDLIB):
-        return "library"
-    return "user"
+    return "library" if is_library(path) else "user"
 
 
 @functools.cache
