@@ -5,13 +5,13 @@ from ctypes import c_void_p
 
 import pytest
 import torch
-from harness import config
 from torch import nn
 
 from graphmod import CUDAGraphModule
 from graphmod.backend import cuda
 from graphmod.backend.cuda import divisible, spread
 from graphmod.cuda_driver import kernel_name, neighbours, nodes
+from tests.support.harness import config
 
 MANY = 400  # tensors, enough for several launches of any kind
 LARGE = 70_000  # elements

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from harness import WARMUP, config, loss_of, mlp
 
 from graphmod import CUDAGraphModule
+from tests.support.harness import WARMUP, config, loss_of, mlp
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the streams themselves tell")
 

@@ -1,16 +1,10 @@
 """The generated table of decode times."""
 
 import json
-from importlib import util
-from pathlib import Path
 
 import pytest
 
-_spec = util.spec_from_file_location(
-    "decode_table", Path(__file__).parent.parent.parent / "benchmarks" / "decode_table.py"
-)
-table = util.module_from_spec(_spec)
-_spec.loader.exec_module(table)
+from benchmarks import decode_table as table
 
 SHAPE = {"shape": "0.6b_b1", "hidden_size": 1024, "batch": 1, "context": 128, "max_seq_len": 1024}
 ENVIRONMENT = {"environment": {"gpu": "Some GPU", "torch": "2.13.0", "transformers": "5.17.0", "date": "2026-01-02"}}

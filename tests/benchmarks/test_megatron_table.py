@@ -4,21 +4,12 @@ import json
 import subprocess
 import sys
 from importlib import util
-from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
-
-
-def load(name):
-    spec = util.spec_from_file_location(f"benchmarks_{name}", BENCHMARKS / f"{name}.py")
-    module = util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-table = load("megatron_table")
+from benchmarks import megatron as benchmark
+from benchmarks import megatron_table as table
+from tests.support.settings import ROOT
 
 SHAPE = {"shape": "small", "layers": 12, "width": 768, "batch": 1, "length": 256}
 ENVIRONMENT = {"gpu": "Some GPU", "torch": "2.13.0", "megatron_core": "0.19.2", "date": "2026-01-02"}
@@ -84,7 +75,7 @@ def test_results_without_a_step_are_an_error(files):
 @pytest.mark.skipif(util.find_spec("megatron") is not None, reason="Megatron-core is installed")
 def test_without_megatron_core_the_benchmark_says_how_to_install_it(tmp_path):
     out = tmp_path / "megatron.json"
-    command = [sys.executable, str(BENCHMARKS / "megatron.py"), "--shapes", "small", "--out", str(out)]
+    command = [sys.executable, str(ROOT / "benchmarks" / "megatron.py"), "--shapes", "small", "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0
     assert "pip install --no-deps megatron-core" in done.stdout
@@ -92,14 +83,13 @@ def test_without_megatron_core_the_benchmark_says_how_to_install_it(tmp_path):
 
 
 def test_a_mode_that_is_none_is_named(tmp_path):
-    command = [sys.executable, str(BENCHMARKS / "megatron.py"), "--modes", "megatron_egaer"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "megatron.py"), "--modes", "megatron_egaer"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2
     assert "--modes: megatron_egaer is none of megatron_eager, megatron_graphs, megatron_graphmod" in done.stderr
 
 
 def test_losses_are_compared_bit_for_bit():
-    benchmark = load("megatron")
     eager = {"losses": [1.0, 2.0]}
     assert benchmark.compare_losses(eager, eager) == {}
     same = benchmark.compare_losses({"losses": [1.0, 2.0]}, eager)

@@ -1,14 +1,10 @@
 """The generated tables of training steps."""
 
 import json
-from importlib import util
-from pathlib import Path
 
 import pytest
 
-_spec = util.spec_from_file_location("table", Path(__file__).parent.parent.parent / "benchmarks" / "table.py")
-table = util.module_from_spec(_spec)
-_spec.loader.exec_module(table)
+from benchmarks import table
 
 PAGE = "# A title\n\n<!-- table: training -->\nplaceholder\n<!-- end training -->\n\nmore\n"
 README = "# graphmod\n\n<!-- table: summary -->\nplaceholder\n<!-- end summary -->\n\nmore\n"

@@ -8,8 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import mlp
-from processes import finished
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
@@ -20,6 +18,8 @@ from graphmod.check.cli import main as command
 from graphmod.check.report import shortened
 from graphmod.errors import ConfigError
 from graphmod.trace import dispatch
+from tests.support.harness import mlp
+from tests.support.processes import finished
 
 
 def whole_step(**optimizer):
@@ -339,7 +339,7 @@ def test_what_cannot_be_asked_is_one_clear_sentence(ask, arguments, words):
 @pytest.mark.parametrize("scope", ["full_iteration", "per_layer"])
 @pytest.mark.slow
 def test_a_run_with_graph_check_only_says(tmp_path, scope):
-    from conftest import ROOT, TINY
+    from tests.support.settings import ROOT, TINY
 
     done = subprocess.run(
         [
@@ -364,7 +364,7 @@ def test_a_run_with_graph_check_only_says(tmp_path, scope):
 
 
 def test_a_check_of_a_run_without_graphs_is_an_error(tmp_path):
-    from conftest import ROOT, TINY
+    from tests.support.settings import ROOT, TINY
 
     given = [*TINY, "data=synthetic", "graph=none", "graph.check=true", "hydra.run.dir=run"]
     done = finished([ROOT / "train.py", *given], tmp_path)
@@ -373,7 +373,7 @@ def test_a_check_of_a_run_without_graphs_is_an_error(tmp_path):
 
 
 def test_a_check_of_several_runs_is_an_error(tmp_path):
-    from conftest import ROOT, TINY
+    from tests.support.settings import ROOT, TINY
 
     given = ["--multirun", *TINY, "graph=per_layer,none", "graph.check=true"]
     done = finished([ROOT / "train.py", *given], tmp_path)

@@ -5,8 +5,9 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT
-from processes import finished
+
+from tests.support.processes import finished
+from tests.support.settings import ROOT
 
 sys.path.insert(0, str(ROOT))
 

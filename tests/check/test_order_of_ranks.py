@@ -7,14 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
-import rank_steps
-from processes import Python
 
 from graphmod.check import Finding, Report, one_rank, ranks
 from graphmod.check.cli import main
 from graphmod.check.meeting import Collective
 from graphmod.check.order import Way, divergences
 from graphmod.check.report import of_all_ranks
+from tests.check import rank_steps
+from tests.support.processes import Python
 
 HERE = Path(__file__).parent
 

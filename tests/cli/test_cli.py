@@ -10,8 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY, composed
-from processes import finished, search_first
 from transformers import AutoModelForCausalLM
 
 from graphmod.cli.app import TRAIN, parse
@@ -19,6 +17,8 @@ from graphmod.cli.job import Job, _way_on
 from graphmod.cli.train import main
 from graphmod.errors import ConfigError
 from graphmod.train.folders import unused
+from tests.support.processes import finished, search_first
+from tests.support.settings import ROOT, TINY, composed
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ import time
 import zipfile
 
 import pytest
-from conftest import ROOT, TINY
-from processes import search_first
 
 import graphmod
 from graphmod.cli import main as command
 from graphmod.cli import start
 from graphmod.cli.start import shown, words
+from tests.support.processes import search_first
+from tests.support.settings import ROOT, TINY
 
 WITHOUT_TORCH = """
 import sys

@@ -7,7 +7,6 @@ import signal
 import sys
 
 import pytest
-from conftest import TINY, composed, shell
 
 from graphmod.cli import generate as generation
 from graphmod.cli import job
@@ -19,6 +18,8 @@ from graphmod.errors import ConfigError
 from graphmod.train.folders import FORMAT, OtherFormat
 from graphmod.train.result import RunResult
 from graphmod.train.run import train
+from tests.support.processes import shell
+from tests.support.settings import TINY, composed
 
 
 def test_generating_in_several_processes_is_refused_in_one_sentence(monkeypatch, capsys):

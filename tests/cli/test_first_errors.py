@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import typed
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -30,6 +29,7 @@ from graphmod.decode.types import EngineConfig, Sampling
 from graphmod.errors import ConfigError, UnknownSetting
 from graphmod.text import tokenizer_folder
 from graphmod.train.settings import TrainGraphConfig
+from tests.support.settings import typed
 
 ANSWERS = """
 import sys

@@ -6,9 +6,6 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, TINY
-from decode_models import reference, tiny_model
-from processes import finished
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
@@ -22,6 +19,9 @@ from graphmod.decode import DecodeEngine
 from graphmod.errors import ConfigError
 from graphmod.text import ByteCodec, TextStream, codec_for
 from graphmod.train.run import train
+from tests.support.decode_models import reference, tiny_model
+from tests.support.processes import finished
+from tests.support.settings import ROOT, TINY
 
 
 @pytest.mark.parametrize("scope", ["none", "per_layer", "full_iteration"])

@@ -8,8 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, typed
-from decode_models import tiny_model
 from torch import nn
 
 from graphmod.cli import decode as decode_run
@@ -21,6 +19,8 @@ from graphmod.decode import DecodeEngine
 from graphmod.errors import ConfigError, reason
 from graphmod.text import ByteCodec
 from graphmod.train.folders import FORMAT, PARTS
+from tests.support.decode_models import tiny_model
+from tests.support.settings import ROOT, typed
 
 
 @pytest.fixture(scope="module")

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT, TINY, shell
 from hydra.experimental.callback import Callback
-from processes import search_first
 
 from graphmod.cli import main as command
 from graphmod.cli.generate import main as generate
 from graphmod.cli.start import CONFIGS
 from graphmod.cli.train import main
+from tests.support.processes import search_first, shell
+from tests.support.settings import ROOT, TINY
 
 NET = """
 import torch

@@ -9,7 +9,9 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, TINY, shell
+
+from tests.support.processes import shell
+from tests.support.settings import ROOT, TINY
 
 ON_TWO = [*TINY, "data=text", "data.path=text.txt", "parallel=ddp", "parallel.gpus=2", "hydra.run.dir=run"]
 LONG = [*ON_TWO, "train.steps=100000", "train.checkpoint_every=5", "train.log_every=5"]

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from conftest import DROPOUT, composed, filled
 
 from graphmod.cli import job
 from graphmod.cli.app import parse
@@ -15,6 +14,7 @@ from graphmod.train.folders import CHECKPOINTS, FORMAT, MANIFEST_FILE, OtherForm
 from graphmod.train.result import RunResult
 from graphmod.train.resume import claimed, differences
 from graphmod.train.run import train
+from tests.support.settings import DROPOUT, composed, filled
 
 CONSTANT = ["optim.warmup_fraction=0", "optim.min_lr_ratio=1"]
 

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from decode_models import ARCHITECTURES, prompts_of, reference, tiny_model
 
 from graphmod.config import CompileMode
 from graphmod.decode import DecodeEngine, attention
@@ -19,6 +18,7 @@ from graphmod.fuse.inductor import compiled_code
 from graphmod.trace.dispatch import is_recording
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Follower
+from tests.support.decode_models import ARCHITECTURES, prompts_of, reference, tiny_model
 
 HEADS, KV_HEADS, WIDTH = 8, 2, 32
 

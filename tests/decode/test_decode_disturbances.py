@@ -8,10 +8,10 @@ import sys
 import threading
 
 import pytest
-from conftest import ROOT
-from decode_models import prompts_of, reference, tiny_model
 
 from graphmod.decode import DecodeEngine, DecodeError, EngineLoop
+from tests.support.decode_models import prompts_of, reference, tiny_model
+from tests.support.settings import ROOT
 
 
 def run(engine):
@@ -76,14 +76,13 @@ def test_a_stream_that_nobody_holds_ends_without_garbage_collection(device):
 @pytest.mark.slow
 def test_a_stream_may_be_left_when_the_interpreter_ends():
     program = """
-from decode_models import prompts_of, tiny_model
+from tests.support.decode_models import prompts_of, tiny_model
 from graphmod.decode import DecodeEngine
 stream = DecodeEngine(tiny_model("llama", "cpu"), max_batch_size=2).stream(prompts_of(5), max_new_tokens=90)
 next(stream)
 """
-    folders = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "decode")])
     command = [sys.executable, "-W", "ignore", "-c", program]
-    ended = subprocess.run(command, env=os.environ | {"PYTHONPATH": folders}, capture_output=True, text=True)
+    ended = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert ended.returncode == 0 and "Exception" not in ended.stderr, ended.stderr
 
 

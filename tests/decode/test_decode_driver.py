@@ -4,11 +4,11 @@ import ctypes
 
 import pytest
 import torch
-from fake_driver import INVALID_VALUE, NOT_SUPPORTED, OUT_OF_MEMORY, PAGE, FakeDriver
 
 from graphmod.decode import DecodeError
 from graphmod.decode import memory as module
 from graphmod.decode.memory import PROTOTYPES, Access, Addresses, AllocationProperties, Driver, load
+from tests.support.fake_driver import INVALID_VALUE, NOT_SUPPORTED, OUT_OF_MEMORY, PAGE, FakeDriver
 
 MAKING = ["cuDeviceGet", "cuDeviceGetAttribute", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2"]
 MAKING += ["cuMemGetAllocationGranularity", "cuMemAddressReserve", "cuCtxPopCurrent_v2"]

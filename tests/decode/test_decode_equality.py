@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from decode_models import ARCHITECTURES, VOCABULARY, prompts_of, reference, tiny_model
 
 from graphmod.decode import DecodeEngine, Sampling
+from tests.support.decode_models import ARCHITECTURES, VOCABULARY, prompts_of, reference, tiny_model
 
 RAGGED = [3, 9, 17, 5, 1, 30, 8, 16, 2, 11, 24, 7, 13]  # around blocks of 8
 

@@ -5,8 +5,6 @@ import logging
 
 import pytest
 import torch
-from decode_models import prompts_of, reference, tiny_model
-from test_decode_attention import attend, filled
 
 from graphmod.cli import decode as run
 from graphmod.decode import DecodeEngine, attention
@@ -14,6 +12,8 @@ from graphmod.decode.attention import IMPLEMENTATIONS, choose
 from graphmod.decode.types import AttentionName
 from graphmod.fuse.inductor import compiled_code
 from graphmod.trace.dispatch import is_recording
+from tests.decode.test_decode_attention import attend, filled
+from tests.support.decode_models import prompts_of, reference, tiny_model
 
 ALL = [AttentionName.flashinfer, AttentionName.flex, AttentionName.triton, AttentionName.sdpa]
 

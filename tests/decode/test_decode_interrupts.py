@@ -13,11 +13,11 @@ import warnings
 
 import pytest
 import torch
-from conftest import ROOT
-from decode_models import prompts_of, reference, tiny_model
 
 from graphmod.decode import DecodeEngine, DecodeError, EngineLoop, traffic
 from graphmod.interrupts import Held
+from tests.support.decode_models import prompts_of, reference, tiny_model
+from tests.support.settings import ROOT
 
 
 def interrupt():
@@ -241,7 +241,7 @@ def test_a_signal_may_call_into_a_loop_that_starts(what, monkeypatch):
 
 PROGRAM = """
 import threading, time
-from decode_models import prompts_of, tiny_model
+from tests.support.decode_models import prompts_of, tiny_model
 from graphmod.decode import DecodeEngine
 engine, begun = DecodeEngine(tiny_model("llama", "cpu"), max_batch_size=2), threading.Event()
 def work():
@@ -256,8 +256,7 @@ time.sleep(0.05)
 
 @pytest.mark.slow
 def test_a_daemon_thread_may_generate_when_the_interpreter_ends():
-    folders = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "decode")])
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
     began = time.monotonic()
-    ended = subprocess.run(command, env=os.environ | {"PYTHONPATH": folders}, capture_output=True, text=True)
+    ended = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert ended.returncode == 0 and time.monotonic() - began < 60, ended.stderr

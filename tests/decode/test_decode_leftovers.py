@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from decode_models import VOCABULARY, prompts_of, reference, tiny_model
 
 from graphmod import CUDAGraphModule
 from graphmod.decode import DecodeEngine
 from graphmod.decode.model import ModelWatch, number_of
 from graphmod.decode.verification import compare_tokens
+from tests.support.decode_models import VOCABULARY, prompts_of, reference, tiny_model
 
 
 def run(engine):

@@ -5,13 +5,13 @@ import logging
 import numpy
 import pytest
 import torch
-from decode_models import prompts_of, reference, tiny_model
 
 from graphmod import CUDAGraphConfig, graph_layers
 from graphmod.decode import DecodeEngine, DecodeError, RequestError, Sampling
 from graphmod.decode.step import DecodeStep
 from graphmod.errors import ConfigError
 from graphmod.train.attention import use_static_causal_attention
+from tests.support.decode_models import prompts_of, reference, tiny_model
 
 
 def tokens_of(engine, prompts, **settings):

@@ -4,11 +4,11 @@ import random
 
 import pytest
 import torch
-from decode_models import tiny_model
 
 from graphmod.decode import DecodeEngine
 from graphmod.decode.step import TOP
 from graphmod.decode.types import RequestError, Sampling, events
+from tests.support.decode_models import tiny_model
 
 
 def own(model, tokens):

@@ -2,17 +2,17 @@
 
 import pytest
 import torch
-from decode_models import prompts_of, reference
-from small_models import causal_models
 from torch import nn
 from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from benchmarks import causal_models
 from graphmod.attention import Unclear, rule_of
 from graphmod.decode import DecodeEngine
 from graphmod.decode.model import look_at
 from graphmod.decode.types import DecodeError
 from graphmod.errors import ConfigError
+from tests.support.decode_models import prompts_of, reference
 
 # Windows in all layers and in some, chunks, sinks, capped scores, ALiBi, positions that are counted, several queries to
 # a head and one for all, keys and values of different size, experts, partial rotary embeddings.

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from decode_models import CONFIGS, ROTARY, prompts_of, reference, tiny_model
 from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig
 
 from graphmod.decode import DecodeEngine, EngineConfig, offload
@@ -10,6 +9,7 @@ from graphmod.decode import cache as caches
 from graphmod.decode.offload import Passage, Reader, far_layers
 from graphmod.decode.types import DecodeError
 from graphmod.errors import ConfigError
+from tests.support.decode_models import CONFIGS, ROTARY, prompts_of, reference, tiny_model
 
 LAYERS = 5
 DEEP = ROTARY | {"num_hidden_layers": LAYERS}

@@ -11,17 +11,16 @@ import struct
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
-from fake_driver import INVALID_VALUE, PAGE, FakeDriver, all_of_them
 
 from graphmod.backend import lifetime
 from graphmod.decode import DecodeError
 from graphmod.decode import memory as module
 from graphmod.decode.cache import PagedCache, uniform
 from graphmod.decode.memory import Addresses, Driver, HostSpace, Ordinary, Pages, zeros
+from tests.support.fake_driver import INVALID_VALUE, PAGE, FakeDriver, all_of_them
 
 CPU = torch.device("cpu")
 SHAPES = [(3, 5, 2, 8), (3, 5, 2, 4), (700, 1024)]
@@ -270,9 +269,9 @@ def test_a_process_ends_without_a_word(mapped):
     program = f"""
 import atexit, sys
 atexit.register(lambda: print(len(fake.calls) - calls))  # first, and therefore called last
-sys.path[:0] = {[str(Path(__file__).parent), *sys.path]!r}
+sys.path[:0] = {sys.path!r}
 import pytest, torch
-import test_decode_pages as tests
+from tests.decode import test_decode_pages as tests
 fake = tests.FakeDriver()
 with pytest.MonkeyPatch.context() as patch:
     tests.lay_on(fake, patch)

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from decode_models import prompts_of, reference, tiny_model
 
 from graphmod.decode import DecodeEngine, prefill
 from graphmod.decode.cache import PagedCache, uniform
 from graphmod.decode.prefill import HELD, Limits, PackedBuffer, Piece, gather_columns
+from tests.support.decode_models import prompts_of, reference, tiny_model
 
 SIZES = [
     (2, 64, 64, 256, 77),

@@ -7,9 +7,9 @@ from functools import lru_cache
 
 import pytest
 import torch
-from decode_models import prompts_of, tiny_model
 
 from graphmod.decode import DecodeEngine, EngineLoop
+from tests.support.decode_models import prompts_of, tiny_model
 
 CPU = torch.device("cpu")
 (SHARED,) = prompts_of(20)

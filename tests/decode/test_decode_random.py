@@ -4,11 +4,11 @@ from functools import lru_cache
 
 import pytest
 import torch
-from decode_models import VOCABULARY, tiny_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from graphmod.decode import DecodeEngine, Sampling
+from tests.support.decode_models import VOCABULARY, tiny_model
 
 request = st.tuples(
     st.lists(st.integers(3, VOCABULARY - 1), min_size=1, max_size=30),

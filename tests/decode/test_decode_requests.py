@@ -5,11 +5,11 @@ import threading
 
 import pytest
 import torch
-from decode_models import VOCABULARY, prompts_of, reference, tiny_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from graphmod.decode import DecodeEngine, DecodeError, EngineLoop, RequestError, batch, prefill
+from tests.support.decode_models import VOCABULARY, prompts_of, reference, tiny_model
 
 
 def run(engine):

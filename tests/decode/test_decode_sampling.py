@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from decode_models import prompts_of, tiny_model
 
 from graphmod.decode import DecodeEngine, Sampling
 from graphmod.decode.step import (
@@ -17,6 +16,7 @@ from graphmod.decode.step import (
     row_keys,
     sample,
 )
+from tests.support.decode_models import prompts_of, tiny_model
 
 
 def draw(logits, device, *, temperature=1.0, top_k=0, top_p=1.0, seeds=None, position=7, kind=FILTERED):

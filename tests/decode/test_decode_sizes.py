@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import config
 
 from graphmod import CUDAGraphModule
 from graphmod.decode.attention import IMPLEMENTATIONS, paged_sdpa
 from graphmod.decode.cache import CacheView, PagedCache, uniform
 from graphmod.decode.types import AttentionName
+from tests.support.harness import config
 
 LAYERS = 2
 

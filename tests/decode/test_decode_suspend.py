@@ -7,14 +7,14 @@ import threading
 
 import pytest
 import torch
-from decode_models import prompts_of, reference, tiny_model
-from fake_driver import FakeDriver, all_of_them
-from test_decode_pages import lay_on
 
 from graphmod.decode import DecodeEngine, DecodeError, EngineLoop
 from graphmod.decode import memory as module
 from graphmod.decode.memory import Ordinary
 from graphmod.errors import ConfigError
+from tests.decode.test_decode_pages import lay_on
+from tests.support.decode_models import prompts_of, reference, tiny_model
+from tests.support.fake_driver import FakeDriver, all_of_them
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the system takes no pages back")
 

@@ -7,8 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from decode_models import prompts_of, reference, tiny_model
-from test_decode_attention import KV_HEADS, WIDTH, Layer, attend, filled, plain
 from torch._inductor.utils import run_and_get_code
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -19,6 +17,8 @@ from graphmod.decode.types import AttentionName
 from graphmod.errors import ConfigError
 from graphmod.fuse.inductor import compiled_code, for_decode
 from graphmod.trace.dispatch import hidden
+from tests.decode.test_decode_attention import KV_HEADS, WIDTH, Layer, attend, filled, plain
+from tests.support.decode_models import prompts_of, reference, tiny_model
 
 
 def cache(**changes):

@@ -4,11 +4,11 @@ import logging
 
 import pytest
 import torch
-from decode_models import prompts_of, tiny_model
 from transformers import GenerationConfig
 
 from graphmod.decode import DecodeEngine, RequestError
 from graphmod.errors import ConfigError
+from tests.support.decode_models import prompts_of, tiny_model
 
 DRAWN = {"do_sample": True, "temperature": 0.7, "top_k": 7, "top_p": 0.9}
 CHANGING = {

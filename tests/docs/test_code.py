@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT
-from made_tokenizers import llama_like
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import graphmod
 from graphmod import CUDAGraphModule, ungraph
+from tests.support.made_tokenizers import llama_like
+from tests.support.settings import ROOT
 
 # Sizes of the pages -> those that a CPU computes in a moment.
 SMALLER = {

@@ -4,7 +4,8 @@ import ast
 import re
 
 import pytest
-from conftest import ROOT
+
+from tests.support.settings import ROOT
 
 DESIGN, LIMITS = ROOT / "docs" / "design.md", ROOT / "docs" / "limits.md"
 UNTESTED = "## Without a test here"

@@ -19,12 +19,12 @@ from urllib.parse import urlsplit
 import hydra.core.utils
 import pytest
 import torch
-from conftest import ROOT
-from made_tokenizers import CHAT_TEMPLATE, llama_like
-from test_pages import PAGES, commands
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from graphmod.cli import main as cli
+from tests.docs.test_pages import PAGES, commands
+from tests.support.made_tokenizers import CHAT_TEMPLATE, llama_like
+from tests.support.settings import ROOT
 
 pytestmark = pytest.mark.slow
 

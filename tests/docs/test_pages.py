@@ -7,7 +7,6 @@ from importlib import util
 
 import pytest
 import torch
-from conftest import ROOT, typed
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -17,6 +16,7 @@ from graphmod.cli.generate import GENERATE
 from graphmod.cli.main import COMMANDS
 from graphmod.cli.serve import SERVE
 from graphmod.wrap.target import MARK
+from tests.support.settings import ROOT, typed
 
 README = ROOT / "README.md"
 PAGES = sorted([README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from step_programs import program_of
 from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.graph import GraphLowering
 from torch._inductor.utils import IndentedBuffer, fresh_cache
@@ -21,6 +20,7 @@ from graphmod.decode import DecodeEngine
 from graphmod.decode.step import MOST_STOPS
 from graphmod.fuse import inductor
 from graphmod.fuse.program import cut, graph_of
+from tests.support.step_programs import program_of
 
 WAIT, LAUNCH = "tl.extra.cuda.gdc_wait()", "tl.extra.cuda.gdc_launch_dependents()"
 
@@ -101,7 +101,7 @@ import sys
 import torch
 from torch._dynamo.utils import counters
 from torch._subclasses import FakeTensorMode
-from step_programs import program_of
+from tests.support.step_programs import program_of
 from graphmod.fuse.inductor import compile_graph
 from graphmod.fuse.program import cut, graph_of
 from torch.fx.experimental.symbolic_shapes import ShapeEnv

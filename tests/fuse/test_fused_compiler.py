@@ -6,13 +6,13 @@ import weakref
 
 import pytest
 import torch
-from decode_models import ROTARY, prompts_of, tiny_model
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen3Config
 
 from graphmod.decode import DecodeEngine, DecodeError
 from graphmod.fuse.compiler import StepCompiler
 from graphmod.wrap.extension import serving
+from tests.support.decode_models import ROTARY, prompts_of, tiny_model
 
 SLIDING = ["sliding_attention", "full_attention"] * 3
 MODELS = {

@@ -5,7 +5,6 @@ import sys
 
 import pytest
 import torch
-from step_programs import program_of
 from torch import library, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
@@ -13,6 +12,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from graphmod.fuse.inductor import by_inductor
 from graphmod.fuse.operations import _has_kernel, join_products, multiplies_row
 from graphmod.fuse.program import cut, description, graph_of
+from tests.support.step_programs import program_of
 
 FEATURES = 128
 ROUNDED_OTHERWISE = {torch.ops.graphmod.divided_product.default, torch.ops.graphmod.gated_product.default}

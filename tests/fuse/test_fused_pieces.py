@@ -6,7 +6,6 @@ import types
 
 import pytest
 import torch
-from step_programs import program_of
 from torch import library
 from torch.nn import functional as F
 
@@ -15,6 +14,7 @@ from graphmod.config import CUDAGraphConfig
 from graphmod.fuse.compiler import StepCompiler
 from graphmod.fuse.program import Unsupported, cut
 from graphmod.wrap.extension import serving
+from tests.support.step_programs import program_of
 
 
 def attend(x, weight, scale=None):

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from decode_models import VOCABULARY, prompts_of
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from graphmod.decode import DecodeEngine
 from graphmod.fuse.operations import divided_product, gated_product, products
+from tests.support.decode_models import VOCABULARY, prompts_of
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

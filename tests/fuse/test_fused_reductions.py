@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from step_programs import program_of
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from graphmod.fuse.inductor import compile_graph
 from graphmod.fuse.operations import _LENGTH, divide_reductions
 from graphmod.fuse.program import cut, graph_of
+from tests.support.step_programs import program_of
 
 REDUCTIONS = {
     "argmax": (lambda x: x.argmax(dim=1), 1),

@@ -5,7 +5,6 @@ import threading
 
 import pytest
 import torch
-from step_programs import program_of
 from torch import nn
 from torch._inductor import compile_fx
 from torch._subclasses import FakeTensorMode
@@ -13,6 +12,7 @@ from torch._subclasses import FakeTensorMode
 from graphmod import CUDAGraphConfig, CUDAGraphModule
 from graphmod.fuse.inductor import compile_graph
 from graphmod.fuse.program import cut, graph_of
+from tests.support.step_programs import program_of
 
 
 class Held:

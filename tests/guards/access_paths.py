@@ -3,7 +3,7 @@
 A program is a leaf (what holds the number), a route (how code gets to the leaf), a change and a scope (what is wrapped,
 and where in it the number is read). Others have the name of their kind for a change: those whose parts do not vary with
 each other; those in which Python hands a list (the leaf) one by one to code in C (the route); and those that change
-something inside of the call. `python tests/guards/access_paths.py [--sample N] [PARTS ...]` plays them.
+something inside of the call. `python -m tests.guards.access_paths [--sample N] [PARTS ...]` plays them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from access_inside import INSIDE
-from access_leaves import LEAVES
-from access_modules import MODULES, PARTS, WALKS
-from access_routes import EXPRESSIONS, HANDING, PRELUDE, SINKS, SOURCES, STATEMENTS
-from access_single import ATTRIBUTES, IN_C, SINGLE
 
 from graphmod import CUDAGraphModule
 from graphmod.train.settings import TrainGraphConfig
+from tests.guards.access_inside import INSIDE
+from tests.guards.access_leaves import LEAVES
+from tests.guards.access_modules import MODULES, PARTS, WALKS
+from tests.guards.access_routes import EXPRESSIONS, HANDING, PRELUDE, SINKS, SOURCES, STATEMENTS
+from tests.guards.access_single import ATTRIBUTES, IN_C, SINGLE
 
 CHANGES = ("inside it", "another in its place", "one in front", "order")
 CALLS, CHANGED, BACK = 8, 4, 6

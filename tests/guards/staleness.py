@@ -1,6 +1,6 @@
 """Programs in which something changes outside between calls: an eager twin against a graphed one, bit for bit.
 
-`python tests/guards/staleness.py --all` runs every cell of the table and lists those whose numbers are not eager's, and
+`python -m tests.guards.staleness --all` runs every cell of the table and lists those whose numbers are not eager's, and
 those that no graph serves. Other arguments choose cells by parts of their names.
 """
 
@@ -19,12 +19,12 @@ import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import staleness_pieces as pieces
 import torch
 from torch import Tensor, nn
 
 from graphmod import CUDAGraphModule, graph_layers
 from graphmod.train.settings import TrainGraphConfig
+from tests.guards import staleness_pieces as pieces
 
 SCOPES = ("no_grad", "backward", "step", "layers")
 PHASES = (("", 6), ("change", 6), ("back", 4), ("change", 3))

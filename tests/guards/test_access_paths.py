@@ -1,15 +1,16 @@
 """Whichever way Python takes to a number, and whatever becomes of it: eager's numbers, or an eager call. Where nothing
 changes, a graph.
 
-A sample of the table that `python tests/guards/access_paths.py` goes through; GRAPHMOD_PATHS=20000 takes a larger one.
+A sample of the table that `python -m tests.guards.access_paths` goes through; GRAPHMOD_PATHS=20000 takes a larger one.
 """
 
 import os
 import sys
 
-import access_paths
 import pytest
-from access_paths import CHANGING, HANDED, SCOPES, SINGLES, Program
+
+from tests.guards import access_paths
+from tests.guards.access_paths import CHANGING, HANDED, SCOPES, SINGLES, Program
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

@@ -8,10 +8,10 @@ import types
 
 import pytest
 import torch
-from harness import config
 from torch import nn
 
 from graphmod import CUDAGraphModule, graph_layers
+from tests.support.harness import config
 
 STEPS = 16
 FACTOR = 3.0

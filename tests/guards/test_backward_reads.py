@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from harness import config
 from torch import nn
 
 from graphmod import CUDAGraphModule
+from tests.support.harness import config
 
 
 class Table:

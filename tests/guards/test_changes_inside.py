@@ -8,11 +8,11 @@ import random
 
 import numpy
 import pytest
-import staleness_pieces as pieces
 import torch
 
 from graphmod import CUDAGraphModule
 from graphmod.train.settings import TrainGraphConfig
+from tests.guards import staleness_pieces as pieces
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

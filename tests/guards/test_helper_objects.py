@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import config
 from torch import nn
 
 from graphmod import CUDAGraphModule
+from tests.support.harness import config
 
 CHANGES = (8, 16)
 

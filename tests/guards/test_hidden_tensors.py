@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from harness import config
 from torch import nn
 
 from graphmod import CUDAGraphModule, mark_static
+from tests.support.harness import config
 
 
 @dataclass(slots=True)

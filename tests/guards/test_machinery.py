@@ -14,12 +14,12 @@ from typing import Generic, Protocol, TypeVar
 
 import pytest
 import torch
-from harness import config
-from test_helper_objects import play
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from graphmod import CUDAGraphModule
+from tests.guards.test_helper_objects import play
+from tests.support.harness import config
 
 T = TypeVar("T")
 LOG = logging.getLogger("graphmod_test.machinery")

@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from harness import config
-from test_helper_objects import CHANGES, play
 from torch import nn
 
 from graphmod import CUDAGraphModule, check
@@ -19,6 +17,8 @@ from graphmod.guards.notes import Note
 from graphmod.guards.values import INERT, OBJECT, OTHER, Place, sort_of
 from graphmod.reads.frames import noting
 from graphmod.torch_private import weak_reference
+from tests.guards.test_helper_objects import CHANGES, play
+from tests.support.harness import config
 
 
 class Lazy:

@@ -1,11 +1,12 @@
 """What code read before a capture is looked at before each replay, wherever it lives and however the code got to it:
-a sample of the table that `python tests/guards/staleness.py --all` goes through."""
+a sample of the table that `python -m tests.guards.staleness --all` goes through."""
 
 import random
 
 import pytest
-import staleness
-import staleness_pieces as pieces
+
+from tests.guards import staleness
+from tests.guards import staleness_pieces as pieces
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

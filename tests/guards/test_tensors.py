@@ -4,11 +4,11 @@ import contextlib
 
 import pytest
 import torch
-from harness import config
 from torch import nn
 
 from graphmod import CUDAGraphModule, torch_private
 from graphmod.guards import guards as watched
+from tests.support.harness import config
 
 
 def other_memory(p):

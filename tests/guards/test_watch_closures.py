@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from harness import config, loss_of, mlp, play, twins
-from test_watch import CHANGES_AT, clone_parameters, load_optimizer
 from torch import nn
 
 from graphmod import CUDAGraphModule
+from tests.step.test_watch import CHANGES_AT, clone_parameters, load_optimizer
+from tests.support.harness import config, loss_of, mlp, play, twins
 
 
 def iteration_with(side, optimizer):

@@ -15,11 +15,11 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from harness import config
 from torch import nn
 
 from graphmod import CUDAGraphModule
 from graphmod.trace.untraced import traced, untraced
+from tests.support.harness import config
 
 WAYS = {}
 

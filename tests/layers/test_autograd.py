@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from harness import config, layered, loss_of, mlp, play, twins, wrapped
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from graphmod import CUDAGraphModule, GraphmodError
 from graphmod.train.activations import kept_draws
+from tests.support.harness import config, layered, loss_of, mlp, play, twins, wrapped
 
 
 class Two(nn.Module):

@@ -3,10 +3,10 @@ eager, and nowhere else."""
 
 import pytest
 import torch
-from harness import config
 from torch import nn
 
 from graphmod import CUDAGraphModule, graph_layers
+from tests.support.harness import config
 
 
 class Block(nn.Module):

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from harness import config
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from graphmod import graph_layers
+from tests.support.harness import config
 
 
 class Block(nn.Module):

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 import torch
-from harness import config, layered, loss_of, mlp, play, train, twins, wrapped
-from test_results import two
 from torch import nn
 
 from graphmod import CUDAGraphModule, graph_layers, ungraph
 from graphmod.step import gradients
+from tests.step.test_results import two
+from tests.support.harness import config, layered, loss_of, mlp, play, train, twins, wrapped
 
 HELD = {
     "the tensor": lambda grad: grad,

@@ -3,11 +3,11 @@ order: a discriminator with spectral norm, a layer that stands twice in a model,
 
 import pytest
 import torch
-from harness import config
 from torch import nn
 from torch.nn.utils import parametrizations
 
 from graphmod import CUDAGraphModule, graph_layers
+from tests.support.harness import config
 
 
 class Twice(nn.Module):

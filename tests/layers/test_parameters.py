@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from harness import config, layered, loss_of, mlp, play, train, twins, wrapped
-from test_shared_parameters import Shared
 from torch import nn
 
 from graphmod import CUDAGraphModule
+from tests.layers.test_shared_parameters import Shared
+from tests.support.harness import config, layered, loss_of, mlp, play, train, twins, wrapped
 
 
 def test_frozen_parameters_get_no_gradient(device):

@@ -9,12 +9,12 @@ import threading
 
 import pytest
 import torch
-from harness import config
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from graphmod import CUDAGraphModule, graph_layers
 from graphmod.reads.backwards import watches
+from tests.support.harness import config
 
 STEPS = 14
 WARMUP = 2

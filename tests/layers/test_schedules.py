@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from harness import layered, loss_of, mlp, play, train, twins, wrapped
 from torch import nn
 
 from graphmod import CUDAGraphModule
+from tests.support.harness import layered, loss_of, mlp, play, train, twins, wrapped
 
 
 class Deep(nn.Module):

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from harness import config, layered, loss_of, make_sides, mlp, play, twins, wrapped
 from torch import nn
 
 from graphmod import CUDAGraphModule
+from tests.support.harness import config, layered, loss_of, make_sides, mlp, play, twins, wrapped
 
 ACCUMULATION = pytest.mark.parametrize("accumulation", [1, 3])
 

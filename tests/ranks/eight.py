@@ -3,7 +3,6 @@
 import sys
 
 import torch
-from programs import Net
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -11,6 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from graphmod import CUDAGraphModule
+from tests.ranks.programs import Net
 
 
 def main(shape):

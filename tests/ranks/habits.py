@@ -1,7 +1,6 @@
 """What loops do besides a plain step, beside an eager twin. Names of `HABITS` are run by `as_eager`."""
 
 import torch
-from programs import Net
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -14,6 +13,7 @@ from graphmod import CUDAGraphModule, check, graph_layers
 from graphmod.step import gradients
 from graphmod.train.settings import TrainGraphConfig
 from graphmod.train.step import TrainStep
+from tests.ranks.programs import Net
 
 
 class Checkpointed(Net):

@@ -3,11 +3,11 @@
 import gc
 
 import torch
-from programs import Net
 from torch import distributed, nn
 from torch.utils.checkpoint import checkpoint
 
 from graphmod import graph_layers, ungraph
+from tests.ranks.programs import Net
 
 STEPS = 16
 

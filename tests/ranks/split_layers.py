@@ -5,12 +5,12 @@ import logging
 from contextlib import nullcontext
 
 import torch
-from programs import Net
 from torch import distributed, nn
 from torch.utils.checkpoint import checkpoint
 
 from graphmod import graph_layers, ungraph
 from graphmod.trace.dispatch import current
+from tests.ranks.programs import Net
 
 STEPS = 16
 

@@ -1,14 +1,13 @@
 """Several ranks: steps and layers that communicate have eager's numbers, and all ranks decide alike."""
 
-from pathlib import Path
-
-import pool
-import programs
 import pytest
 import torch
-from processes import finished
 
 from graphmod.ranks.reducer import uses_alone
+from tests.ranks import habits, programs
+from tests.support import pool
+from tests.support.processes import finished
+from tests.support.settings import ROOT
 
 TWO_GPUS = torch.cuda.device_count() > 1
 
@@ -31,13 +30,13 @@ def ranks(request):
     ],
 )
 def test_training_has_the_numbers_of_eager(ranks, kind, how, microbatches):
-    for equal, changing, stats in ranks.run("trains_as_eager", kind, how, microbatches):
+    for equal, changing, stats in ranks.run(programs.trains_as_eager, kind, how, microbatches):
         assert equal and changing
         assert all(state == "captured" and replays > 20 and not why for state, replays, why in stats), stats
 
 
 def test_layers_around_sharded_modules_are_eager_and_say_so(ranks):
-    for equal, _, stats in ranks.run("trains_as_eager", "fsdp_inside", "layers", 1):
+    for equal, _, stats in ranks.run(programs.trains_as_eager, "fsdp_inside", "layers", 1):
         assert equal
         assert all(state == "disabled" and not replays and "whole step" in said for state, replays, said in stats), (
             stats
@@ -45,13 +44,13 @@ def test_layers_around_sharded_modules_are_eager_and_say_so(ranks):
 
 
 def test_gradients_are_the_mean_over_ranks(ranks):
-    assert ranks.run("averages") == ["captured"] * 2
+    assert ranks.run(programs.averages) == ["captured"] * 2
 
 
 @pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "sharded"])
 @pytest.mark.parametrize("how", programs.PARTS)
 def test_a_rank_that_goes_another_way_takes_the_others_along(ranks, how, sharded):
-    found = ranks.run("parts_ways", how, sharded)
+    found = ranks.run(programs.parts_ways, how, sharded)
     assert all(equal for equal, *_ in found)
     replays = {one[1] for one in found}
     assert len(replays) == 1, found  # of no rank alone
@@ -71,7 +70,7 @@ def test_a_rank_that_goes_another_way_takes_the_others_along(ranks, how, sharded
     ids=["unused", "static", "small buckets"],
 )
 def test_what_is_not_supported_stays_eager(ranks, settings, why):
-    for state, said in ranks.run("refuses", settings):
+    for state, said in ranks.run(programs.refuses, settings):
         assert (state, why in said) == ("disabled", True) if why else (state, said) == ("captured", "")
 
 
@@ -86,7 +85,7 @@ def test_what_is_not_supported_stays_eager(ranks, settings, why):
 def test_habits_have_the_numbers_of_eager(ranks, habit, layers):
     if habit == "looks meanwhile" and ranks.device == "cuda":
         pytest.skip("eager raises there: NCCL's broadcast of buffers counts as a change of what the backward needs")
-    for equal, replays, why in ranks.run("habits.as_eager", habit, layers):
+    for equal, replays, why in ranks.run(habits.as_eager, habit, layers):
         assert equal
         counts = habit == "static accumulated" and not layers  # which a step may not do as it runs
         assert replays > 5 or "reentrant" in habit or counts, why
@@ -96,88 +95,88 @@ def test_habits_have_the_numbers_of_eager(ranks, habit, layers):
 def test_other_reductions_stay_eager(ranks, habit, said):
     if habit == "sparse" and ranks.device == "cuda":
         pytest.skip("eager raises there: NCCL has no sparse sums")
-    for equal, replays, why in ranks.run("habits.as_eager", habit, False):
+    for equal, replays, why in ranks.run(habits.as_eager, habit, False):
         assert equal and not replays and said in why
 
 
 @pytest.mark.parametrize("kind", ["inside", "fully_shard", "tensor parallelism"])
 def test_compiled_models_are_captured_on_several_ranks(ranks, kind):
-    for equal, state, replays, why in ranks.run("habits.compiles", kind):
+    for equal, state, replays, why in ranks.run(habits.compiles, kind):
         assert equal and (state, replays) == ("captured", 7), why
 
 
 @pytest.mark.parametrize("kind", ["own loop", "full_iteration"])
 def test_a_compiled_backward_has_a_piece_for_each_bucket_of_gradients(ranks, kind):
-    for eager, captured, equal in ranks.run("habits.compiles_in_pieces", kind):
+    for eager, captured, equal in ranks.run(habits.compiles_in_pieces, kind):
         assert equal and eager == captured and min(eager) > 2, (eager, captured)
 
 
 def test_layers_that_are_compiled_one_by_one_stay_whole(ranks):
     """Though each of these three has more parameters than a bucket."""
-    for _, captured, _ in ranks.run("habits.compiles_in_pieces", "per_layer"):
+    for _, captured, _ in ranks.run(habits.compiles_in_pieces, "per_layer"):
         assert max(captured) == 3
 
 
 def test_split_embeddings_and_losses_are_captured(ranks):
-    for equal, state, replays, why in ranks.run("habits.splits_the_vocabulary"):
+    for equal, state, replays, why in ranks.run(habits.splits_the_vocabulary):
         assert equal and (state, replays) == ("captured", 7), why
 
 
 def test_a_compiled_reducer_stays_eager_and_is_told_where_to_compile(ranks):
-    for equal, state, _, why in ranks.run("habits.compiles", "around"):
+    for equal, state, _, why in ranks.run(habits.compiles, "around"):
         assert equal and state == "disabled" and "DistributedDataParallel(torch.compile(model))" in why
 
 
 @pytest.mark.parametrize("grads", [False, True])
 def test_a_rank_may_look_at_the_module_inside_alone(ranks, grads):
-    assert ranks.run("habits.looks_alone", grads) == [True, True]
+    assert ranks.run(habits.looks_alone, grads) == [True, True]
 
 
 @pytest.mark.parametrize("how", ["early", "late"])
 def test_join_stays_eager_or_is_refused(ranks, how):
-    for equal, why in ranks.run("habits.joins", how):
+    for equal, why in ranks.run(habits.joins, how):
         assert equal and "join()" in why
 
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_evaluations_of_what_is_inside_are_captured_and_others_are_told_so(ranks, inside):
     """DistributedDataParallel notes in each forward whether it has to give ranks the same buffers in the next."""
-    for said in ranks.run("habits.evaluates", inside):
+    for said in ranks.run(habits.evaluates, inside):
         assert inside or all("ddp.module(...)" in why for _, why in said)
         assert not inside or said == [("captured", "")] * 2
 
 
 def test_messages_between_two_ranks_are_repeated(ranks):
-    assert ranks.run("habits.sends") == [(True, "captured")] * 2
+    assert ranks.run(habits.sends) == [(True, "captured")] * 2
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_votes_are_of_all_ranks_on_one_machine_and_on_several(ranks, hosts):
-    first, second = ranks.run("votes", hosts)
+    first, second = ranks.run(programs.votes, hosts)
     assert first == second
     assert first == [tuple(sorted((index % 3, 2 * index % 3))) for index in range(60)]
 
 
 def test_shapes_that_a_dtensor_finds_in_the_recorded_call_are_no_hazard(ranks):
-    assert ranks.run("finds_shapes_anew") == [("captured", 0, "")] * 2
+    assert ranks.run(programs.finds_shapes_anew) == [("captured", 0, "")] * 2
 
 
 def test_a_rank_that_does_not_come_is_named(ranks):
-    assert "rank 1" in ranks.run("comes_late")[0]
+    assert "rank 1" in ranks.run(programs.comes_late)[0]
 
 
 def test_a_rank_that_is_killed_is_named_at_once():
     with pool.Ranks("cpu") as ranks:
-        said = ranks.run_on_first("ends_early", timeout=30)
+        said = ranks.run_on_first(programs.ends_early, timeout=30)
     assert "rank 1 has ended, and did not make this call" in said
 
 
 def test_gradients_lie_still_unless_somebody_keeps_them(ranks):
-    assert ranks.run("keeps_gradients") == [(True, True)] * 2
+    assert ranks.run(programs.keeps_gradients) == [(True, True)] * 2
 
 
 def test_gradients_of_matrices_are_computed_into_their_bucket(ranks):
-    for state, aimed, matrices in ranks.run("computes_in_place"):
+    for state, aimed, matrices in ranks.run(programs.computes_in_place):
         assert state == "captured" and set(matrices) <= set(aimed)
 
 
@@ -192,23 +191,23 @@ def test_whether_memory_is_shared_is_told_in_any_mode():
 @pytest.mark.parametrize("before", [0, 1, 3], ids=["new", "called once", "trained"])
 @pytest.mark.parametrize("settings", [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}], ids=str)
 def test_looking_at_a_ddp_leaves_it_as_it_was(ranks, settings, before):
-    for found in ranks.run("habits.is_looked_at", settings, before):
+    for found in ranks.run(habits.is_looked_at, settings, before):
         for as_found, equal, replays in found:
             assert as_found and equal and replays, found
 
 
 @pytest.mark.parametrize("how", ["inside, none", "inside, zeros", "outside, none", "outside, zeros", "never"])
 def test_gradients_of_sharded_parameters_are_cleared_in_any_way(ranks, how):
-    for equal, replays, moved, why in ranks.run("habits.clears_sharded", how):
+    for equal, replays, moved, why in ranks.run(habits.clears_sharded, how):
         assert equal and replays > 4 and not moved, (equal, replays, moved, why)
 
 
 def test_a_copy_is_trained_by_itself(ranks):
-    assert ranks.run("copies") == [True, True]
+    assert ranks.run(programs.copies) == [True, True]
 
 
 def test_a_parameter_without_gradient_is_named(ranks):
-    for said in ranks.run("forgets_a_parameter"):
+    for said in ranks.run(programs.forgets_a_parameter):
         assert "unused.weight" in said and "find_unused_parameters=True" in said
 
 
@@ -218,14 +217,13 @@ def test_a_process_ends_though_its_graphs_live(device):
     if device == "cuda" and not TWO_GPUS:
         pytest.skip("no two GPUs")
     with pool.Ranks(device) as ranks:
-        ranks.run("keeps_its_graphs")
-        said, _ = ranks.run("stays_away")
+        ranks.run(programs.keeps_its_graphs)
+        said, _ = ranks.run(programs.stays_away)
         assert "rank 1" in said and "did not make this call" in said
         assert ranks.end() == (["ended"] * 2, [0, 0])
 
 
 @pytest.mark.parametrize(("mesh", "part"), [((8,), "(16, 32)"), ((4, 2), "(16, 32)")], ids=["fsdp", "fsdp x tp"])
 def test_eight_ranks_share_a_model(mesh, part):
-    folder = Path(__file__).parent
-    done = finished([folder / "eight.py", *mesh], folder, timeout=120)
+    done = finished(["-m", "tests.ranks.eight", *mesh], ROOT, timeout=120)
     assert done.stdout.strip() == f"captured 5 {part}", done.stdout + done.stderr

@@ -1,10 +1,11 @@
 """Layers that ranks compute together (tensor parallelism) with graphs of their own have eager's numbers, and all ranks
 replay them, or none does."""
 
-import pool
 import pytest
-import split_layers
 import torch
+
+from tests.ranks import split_layers
+from tests.support import pool
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -23,7 +24,7 @@ QUICK = (*REPLAYED, "backward only", "fails in a forward", "fails in a backward"
     "habit", [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in split_layers.HABITS]
 )
 def test_habits_have_the_numbers_of_eager(ranks, habit):
-    found = ranks.run("split_layers.layers_as_eager", habit)
+    found = ranks.run(split_layers.layers_as_eager, habit)
     assert all(equal and changing for equal, changing, *_ in found), found
     replays = {tuple(one for one, _ in later) for *_, later, _ in found}
     assert len(replays) == 1, found  # of no rank alone

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 import torch
-from harness import config
 from torch import nn
 
 from graphmod import CUDAGraphModule
@@ -19,6 +18,7 @@ from graphmod.signature.call import Call
 from graphmod.step.recording import record
 from graphmod.trace.lines import CORE, TORCH
 from graphmod.trace.untraced import identity
+from tests.support.harness import config
 
 
 def test_code_that_dynamo_wrote_is_followed_as_any_other(device):

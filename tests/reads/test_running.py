@@ -5,11 +5,11 @@ import sys
 
 import pytest
 import torch
-from harness import config
 from torch import nn
 
 from graphmod import CUDAGraphModule
 from graphmod.reads.operand_stack import function_of
+from tests.support.harness import config
 
 
 def forward_of_a_module(layer, held):

@@ -5,12 +5,12 @@ import re
 
 import openai
 import pytest
-from served import Served, alone, chat_model, tokenizer
 from transformers import GenerationConfig
 
 from graphmod.errors import ConfigError
 from graphmod.serve.settings import ServeSettings
 from graphmod.text import ByteCodec, completion_text
+from tests.support.served import Served, alone, chat_model, tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-from served import Served, alone, chat_model, tokenizer
 
 from graphmod.decode import DecodeEngine, Sampling
 from graphmod.serve import app as app_module
+from tests.support.served import Served, alone, chat_model, tokenizer
 
 LONG = {"prompt": [5, 6, 7], "max_tokens": 300, "temperature": 0, "ignore_eos": True}
 

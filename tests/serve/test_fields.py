@@ -5,12 +5,12 @@ import typing
 from importlib import util
 
 import pytest
-from conftest import ROOT
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
-from served import Served, chat_model, tokenizer
 
 from graphmod.serve.schema import ChatRequest, CompletionRequest
+from tests.support.served import Served, chat_model, tokenizer
+from tests.support.settings import ROOT
 
 _spec = util.spec_from_file_location("make_fields", ROOT / "docs" / "make_fields.py")
 page_of_fields = util.module_from_spec(_spec)

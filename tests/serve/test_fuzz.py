@@ -8,10 +8,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from served import POSITIONS, Served, alone, chat_model, tokenizer
-from test_fields import known_fields
 
 from graphmod.serve.schema import ChatRequest, CompletionRequest
+from tests.serve.test_fields import known_fields
+from tests.support.served import POSITIONS, Served, alone, chat_model, tokenizer
 
 AT_ONCE = 12
 WORDS = ["one", "two ", " three", "[user]", "\n", "€", "\U0001f600", "</s>", "\x00", "a" * 40]

@@ -13,15 +13,15 @@ from pathlib import Path
 from queue import Queue
 
 import pytest
-from conftest import ROOT, typed
-from processes import Python
-from served import chat_model, tokenizer
 
 from graphmod.cli import decode as run
 from graphmod.cli.serve import SERVE, main
 from graphmod.decode.types import EngineConfig
 from graphmod.errors import ConfigError
 from graphmod.serve.engine_side import FrontProcess
+from tests.support.processes import Python
+from tests.support.served import chat_model, tokenizer
+from tests.support.settings import ROOT, typed
 
 LONG = {"prompt": "a", "max_tokens": 480, "temperature": 0, "ignore_eos": True}
 

@@ -6,9 +6,10 @@ import json
 
 import pytest
 import torch
-from made_tokenizers import KINDS
-from served import Served, chat_model, tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.support.made_tokenizers import KINDS
+from tests.support.served import Served, chat_model, tokenizer
 
 MESSAGES = [{"role": "user", "content": "one"}]
 

@@ -1,11 +1,11 @@
 """The page at `/`, in a browser without a window."""
 
 import pytest
-from browser import FOUND, Browser
-from served import Served, alone, chat_model, tokenizer
 
 from graphmod.serve.app import PAGE
 from graphmod.text import ByteCodec
+from tests.serve.browser import FOUND, Browser
+from tests.support.served import Served, alone, chat_model, tokenizer
 
 ANSWER = "document.querySelector('.turn.assistant:last-child:not(.busy) .text')?.textContent"
 NOTE = "document.querySelector('.turn.assistant:last-child .note')?.textContent"

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import openai
 import pytest
-from served import Apart, alone, chat_model, tokenizer
 
 from graphmod.decode import Sampling
 from graphmod.serve.engine_side import FrontLost
+from tests.support.served import Apart, alone, chat_model, tokenizer
 
 LONG = {"prompt": [5, 6, 7], "max_tokens": 300, "temperature": 0, "ignore_eos": True}
 

@@ -3,11 +3,11 @@
 import random
 
 import pytest
-from made_tokenizers import KINDS, metaspace
 
 from graphmod.decode.types import Completion
 from graphmod.serve.api import Answer, Scorer, StopCut
 from graphmod.text import ByteCodec, TokenizerCodec, completion_text
+from tests.support.made_tokenizers import KINDS, metaspace
 
 
 def pieces(text, chance):

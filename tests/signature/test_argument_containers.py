@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from harness import assert_same, config, mlp
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
 from graphmod import CUDAGraphModule
 from graphmod.signature.flattening import Opaque, flatten, opaque_parts, rebuild, unrepeatable
+from tests.support.harness import assert_same, config, mlp
 
 CALLS = 10
 

@@ -5,10 +5,10 @@ import warnings
 
 import pytest
 import torch
-from harness import config, mlp, twins, wrapped
 from torch import Tensor, nn
 
 from graphmod import CUDAGraphModule, mark_static
+from tests.support.harness import config, mlp, twins, wrapped
 
 CALLS = 10
 

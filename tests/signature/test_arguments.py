@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import config, layered, loss_of, mlp, play, twins
 from torch import Tensor, nn
 
 from graphmod import CUDAGraphModule, mark_static
+from tests.support.harness import config, layered, loss_of, mlp, play, twins
 
 Point = namedtuple("Point", "x y")
 

@@ -6,7 +6,6 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import config, mlp
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -15,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from graphmod import BackwardUnavailable, CUDAGraphModule, torch_private
 from graphmod.signature.modes import FOREIGN, difference, entered_again, mode_key
+from tests.support.harness import config, mlp
 
 CALLS = 5
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from harness import config, layered, loss_of, mlp, twins, wrapped
 from torch import nn
 
 from graphmod import graph_layers
+from tests.support.harness import config, layered, loss_of, mlp, twins, wrapped
 
 MEMORY = {
     "in place": lambda x, values: x.copy_(values),

@@ -4,11 +4,11 @@ import logging
 
 import pytest
 import torch
-from harness import config, loss_of, mlp, play, twins, wrapped
-from test_arguments import Anything, Bundle, Kind
 from torch import nn
 
 from graphmod import CUDAGraphModule
+from tests.signature.test_arguments import Anything, Bundle, Kind
+from tests.support.harness import config, loss_of, mlp, play, twins, wrapped
 
 CONSTANTS = {
     "an integer": [1, 2],

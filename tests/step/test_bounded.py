@@ -4,12 +4,12 @@ import gc
 
 import pytest
 import torch
-from harness import config, layered, loss_of, mlp, play, twins, wrapped
-from test_results import two
 from torch import nn
 
 from graphmod import CUDAGraphModule, graph_layers
 from graphmod.step.entry import Account
+from tests.step.test_results import two
+from tests.support.harness import config, layered, loss_of, mlp, play, twins, wrapped
 
 STEPS = 120
 

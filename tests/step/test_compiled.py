@@ -5,13 +5,13 @@ import shutil
 
 import pytest
 import torch
-from harness import config
 from torch import nn
 from torch._dynamo.utils import counters
 
 from graphmod import CUDAGraphModule, graph_layers
 from graphmod.errors import ConfigError
 from graphmod.trace import compiled
+from tests.support.harness import config
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 INDUCTOR = pytest.param("inductor", marks=pytest.mark.skipif(not shutil.which("g++"), reason="no g++"))

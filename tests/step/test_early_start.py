@@ -5,10 +5,10 @@ import weakref
 
 import pytest
 import torch
-from harness import config, loss_of, mlp, play
 from torch import nn
 
 from graphmod import CUDAGraphModule, mark_static
+from tests.support.harness import config, loss_of, mlp, play
 
 
 def whole(side):

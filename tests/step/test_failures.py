@@ -6,11 +6,11 @@ from queue import SimpleQueue
 
 import pytest
 import torch
-from harness import config, layered, loss_of, mlp, play, wrapped
 from torch import nn
-from traps import CAPTURES_AT, FAILING, Layer, Model, Trap, armed, run
 
 from graphmod import CUDAGraphModule, graph_layers, ungraph
+from tests.support.harness import config, layered, loss_of, mlp, play, wrapped
+from tests.trace.traps import CAPTURES_AT, FAILING, Layer, Model, Trap, armed, run
 
 
 @pytest.mark.parametrize("reason", FAILING)

@@ -6,11 +6,11 @@ from queue import SimpleQueue
 
 import pytest
 import torch
-from harness import config, loss_of
 from torch import nn
 
 from graphmod import CUDAGraphModule
 from graphmod.trace.recorder import Follower
+from tests.support.harness import config, loss_of
 
 KINDS = {"an error": RuntimeError, "out of memory": torch.OutOfMemoryError, "an interrupt": KeyboardInterrupt}
 

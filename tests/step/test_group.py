@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from harness import config
 from torch import nn
 
 from graphmod import CUDAGraphModule
 from graphmod.config import BackendName
 from graphmod.step import group as groups
 from graphmod.step.group import Group
+from tests.support.harness import config
 
 GPU = torch.device("cuda", 0)
 

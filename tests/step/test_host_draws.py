@@ -11,12 +11,12 @@ import uuid
 import numpy as np
 import pytest
 import torch
-from harness import config
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from graphmod import CUDAGraphModule, graph_layers
+from tests.support.harness import config
 
 RANDOM, NUMPY, TORCH = random.Random(), np.random.default_rng(), torch.Generator()
 BITS = np.random.PCG64()

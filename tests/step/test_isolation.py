@@ -7,10 +7,10 @@ import weakref
 
 import pytest
 import torch
-from harness import config, layered, loss_of, make_sides, mlp, play, train, twins, wrapped
 from torch import nn
 
 from graphmod import ConfigError, CUDAGraphModule, graph_layers, ungraph
+from tests.support.harness import config, layered, loss_of, make_sides, mlp, play, train, twins, wrapped
 
 
 class Model(nn.Module):

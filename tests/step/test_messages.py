@@ -6,12 +6,12 @@ import sys
 
 import pytest
 import torch
-from harness import config, mlp
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from graphmod import CUDAGraphModule, graph_layers
 from graphmod.step.log import cause_of, ranges, reason_of
+from tests.support.harness import config, mlp
 
 CPU = torch.device("cpu")
 EAGER = " stays eager after 3 such failures in a row; force_enable() tries again"

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from harness import config, loss_of, mlp, play, twins
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from graphmod import CUDAGraphModule
+from tests.support.harness import config, loss_of, mlp, play, twins
 
 Pair = namedtuple("Pair", "left right")
 
@@ -97,7 +97,7 @@ def test_lazy_views_are_right_however_they_run(name, device):
 
 
 def leaves(value):
-    from harness import tensors_of
+    from tests.support.harness import tensors_of
 
     return tensors_of(value)
 

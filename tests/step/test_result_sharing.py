@@ -6,10 +6,10 @@ import time
 
 import pytest
 import torch
-from harness import config, mlp, twins
 from torch import nn
 
 from graphmod import CUDAGraphModule
+from tests.support.harness import config, mlp, twins
 
 CALLS = 12
 

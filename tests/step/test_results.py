@@ -5,10 +5,10 @@ import weakref
 
 import pytest
 import torch
-from harness import config, layered, loss_of, mlp, play, train, twins, wrapped
 from torch import nn
 
 from graphmod import CUDAGraphModule
+from tests.support.harness import config, layered, loss_of, mlp, play, train, twins, wrapped
 
 
 class Two(nn.Module):

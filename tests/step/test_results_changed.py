@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from harness import loss_of, mlp, play, twins
-from test_results import GRAPHS, Two, graphs, two
 from torch import nn
+
+from tests.step.test_results import GRAPHS, Two, graphs, two
+from tests.support.harness import loss_of, mlp, play, twins
 
 
 @graphs

@@ -4,10 +4,10 @@ import weakref
 
 import pytest
 import torch
-from harness import config
 from torch import nn
 
 from graphmod import CUDAGraphModule
+from tests.support.harness import config
 
 
 class Moody(nn.Linear):

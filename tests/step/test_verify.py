@@ -5,13 +5,13 @@ import time
 
 import pytest
 import torch
-from harness import WARMUP, config
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from graphmod import CUDAGraphModule, graph_layers
 from graphmod.errors import ConfigError, VerificationFailed
 from graphmod.step import group as verification
+from tests.support.harness import WARMUP, config
 
 
 class Clock:

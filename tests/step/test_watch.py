@@ -4,8 +4,9 @@ import types
 
 import pytest
 import torch
-from harness import layered, mlp, play, train, twins, wrapped
 from torch import nn
+
+from tests.support.harness import layered, mlp, play, train, twins, wrapped
 
 CHANGES_AT = (5, 11)
 

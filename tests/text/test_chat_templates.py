@@ -4,9 +4,9 @@ that names what it would leave out."""
 import random
 
 import pytest
-from made_tokenizers import llama_like
 
 from graphmod.text import ChatError, TokenizerCodec
+from tests.support.made_tokenizers import llama_like
 
 pytest.importorskip("starlette")
 

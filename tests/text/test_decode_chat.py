@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
-from decode_models import tiny_model
-from made_tokenizers import CHAT_TEMPLATE, llama_like
 
 from graphmod.cli import decode as decode_run
 from graphmod.cli import generate as decode_cli
+from tests.support.decode_models import tiny_model
+from tests.support.made_tokenizers import CHAT_TEMPLATE, llama_like
 
 
 @pytest.fixture(scope="module")

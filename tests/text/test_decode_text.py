@@ -5,14 +5,14 @@ import re
 
 import pytest
 import torch
-from decode_models import tiny_model
-from made_tokenizers import KINDS, byte_level, llama_like, metaspace, template, word_piece
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from graphmod.decode import DecodeEngine, RequestError
 from graphmod.text import ByteCodec, StopTexts, TextStream, TokenizerCodec, TokenTexts, completion_text
+from tests.support.decode_models import tiny_model
+from tests.support.made_tokenizers import KINDS, byte_level, llama_like, metaspace, template, word_piece
 
 
 @pytest.fixture(scope="module", params=KINDS)

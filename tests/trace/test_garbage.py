@@ -7,11 +7,11 @@ import threading
 
 import pytest
 import torch
-from harness import config
 
 from graphmod import CUDAGraphModule
 from graphmod.trace.dispatch import is_recording
 from graphmod.trace.garbage import Ages, frozen_heap, no_garbage_collection
+from tests.support.harness import config
 
 
 @pytest.fixture(autouse=True)

@@ -7,12 +7,12 @@ import random
 
 import pytest
 import torch
-from harness import loss_of, mlp, play
 from torch import nn
 
 from graphmod import CUDAGraphModule
 from graphmod.trace.hazards import Check, Origins
 from graphmod.trace.operations import facts
+from tests.support.harness import loss_of, mlp, play
 
 
 def takes_a_branch(self, x):

@@ -1,7 +1,8 @@
 """A part of `operators.py`: functions of torch in graphs, forward and backward, with bits that are eager's."""
 
 import pytest
-from operators import database, outcome
+
+from tests.trace.operators import database, outcome
 
 # Those that were wrong once, or whose kernels write, draw, return several results or none, or resize theirs.
 NOTABLE = [

@@ -7,7 +7,6 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import assert_same, config, loss_of, play
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -17,6 +16,7 @@ from graphmod.trace.dispatch import is_recording
 from graphmod.trace.hazards import Hazard
 from graphmod.trace.patches import Patch
 from graphmod.trace.recorder import Follower, Recorder
+from tests.support.harness import assert_same, config, loss_of, play
 
 
 def on(device):

@@ -3,8 +3,9 @@
 import ctypes
 
 import torch
-from harness import loss_of, mlp
 from torch import nn
+
+from tests.support.harness import loss_of, mlp
 
 FAILING = {"an exception": ValueError, "no memory": torch.OutOfMemoryError, "a host read": None}
 

@@ -5,7 +5,6 @@ import logging
 
 import pytest
 import torch
-from made_tokenizers import CHAT_TEMPLATE, llama_like
 
 from graphmod.errors import ConfigError
 from graphmod.text import TokenizerCodec
@@ -13,6 +12,7 @@ from graphmod.train.data import _kind, load_corpus
 from graphmod.train.loss import inputs_of
 from graphmod.train.run import train
 from graphmod.train.settings import DataConfig, ModelConfig, Source, TrainOn
+from tests.support.made_tokenizers import CHAT_TEMPLATE, llama_like
 
 pytest.importorskip("datasets")
 

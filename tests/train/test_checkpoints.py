@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import DROPOUT, ROOT, TINY, shell
-from processes import search_first
-from test_data import word_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from graphmod.errors import ConfigError, GraphmodError
@@ -19,6 +16,9 @@ from graphmod.train.checkpoint import check_room
 from graphmod.train.folders import MANIFEST_FILE, DamagedCheckpoint, checkpoint_name, checkpoints, verify
 from graphmod.train.run import train
 from graphmod.train.step import TrainStep
+from tests.support.processes import search_first, shell
+from tests.support.settings import DROPOUT, ROOT, TINY
+from tests.train.test_data import word_tokenizer
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "missing", "no manifest"])

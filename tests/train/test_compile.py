@@ -5,9 +5,6 @@ import copy
 import pytest
 import torch
 from functorch.compile import make_boxed_compiler
-from harness import assert_same, play
-from harness import config as graph_config
-from test_train_step import build, replays
 from torch._dynamo.backends.common import aot_autograd
 
 from graphmod import CUDAGraphModule
@@ -21,6 +18,9 @@ from graphmod.train.activations import Recomputed, recompute_activations
 from graphmod.train.compile import compiled
 from graphmod.train.run import train
 from graphmod.train.step import TrainStep
+from tests.support.harness import assert_same, play
+from tests.support.harness import config as graph_config
+from tests.train.test_train_step import build, replays
 
 SCOPES = ["per_layer", "full_iteration"]
 # Both compile the same layers, which takes long; `make test-all` has both.

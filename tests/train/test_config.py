@@ -5,7 +5,6 @@ import os
 import re
 
 import pytest
-from conftest import ROOT, composed
 
 from graphmod.cli.app import parse
 from graphmod.cli.errors import setting_names
@@ -14,6 +13,7 @@ from graphmod.cli.train import main
 from graphmod.errors import ConfigError
 from graphmod.train.folders import job_folder
 from graphmod.train.settings import Precision, RunConfig, Scope
+from tests.support.settings import ROOT, composed
 
 
 def complaint(*overrides: str) -> str:

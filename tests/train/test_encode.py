@@ -8,13 +8,13 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from made_tokenizers import llama_like
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from graphmod.text import TokenizerCodec
 from graphmod.train import data as encode
 from graphmod.train.data import cached, encode_pairs, encode_pieces, files_key, flattened, pieces, tokenizer_key
+from tests.support.made_tokenizers import llama_like
 
 SPLITS = {
     "bytes": (pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()),

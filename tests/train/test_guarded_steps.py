@@ -5,15 +5,15 @@ import math
 import pytest
 import torch
 import transformers
-from harness import config as graph_config
-from harness import play, twins
-from test_train_step import build, graphs, replays, scopes, stepper
 from torch import nn
 
 from graphmod.train.activations import draws_random_numbers
 from graphmod.train.draws import kept_draws
 from graphmod.train.run import NonFiniteError, train
 from graphmod.train.step import TrainStep, next_token_loss
+from tests.support.harness import config as graph_config
+from tests.support.harness import play, twins
+from tests.train.test_train_step import build, graphs, replays, scopes, stepper
 
 SCOPES = ["none", "per_layer", "full_iteration"]
 POISON = 31  # a token whose presence makes the loss NaN

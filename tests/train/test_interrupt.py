@@ -5,13 +5,13 @@ import signal
 
 import pytest
 import torch
-from conftest import TINY, composed
-from fighters import LOST, train_until_renamed
-from processes import COPIES
 
 from graphmod.cli.job import Job, run_job
 from graphmod.train.folders import CHECKPOINTS, checkpoints, verify
 from graphmod.train.run import Aborted, StopRequest, train
+from tests.support.fighters import LOST, train_until_renamed
+from tests.support.processes import COPIES
+from tests.support.settings import TINY, composed
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, composed
-from made_tokenizers import byte_level
 from transformers import AutoModelForCausalLM
 
 from graphmod.cli import decode as generation_run
@@ -21,6 +19,8 @@ from graphmod.decode import DecodeEngine
 from graphmod.errors import ConfigError
 from graphmod.train.run import train
 from graphmod.train.settings import MERGED_FOLDER
+from tests.support.made_tokenizers import byte_level
+from tests.support.settings import TINY, composed
 
 
 @pytest.fixture

@@ -4,8 +4,6 @@ import functools
 
 import pytest
 import torch
-from harness import assert_same, twins
-from test_train_step import SCOPES, build, graphs, language_model, replays
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -14,6 +12,8 @@ from graphmod.train.loss import causal_lm_loss, count_targets_of, next_token_los
 from graphmod.train.run import Evaluation
 from graphmod.train.settings import TrainGraphConfig
 from graphmod.train.step import TrainStep
+from tests.support.harness import assert_same, twins
+from tests.train.test_train_step import SCOPES, build, graphs, language_model, replays
 
 CPU = torch.device("cpu")
 EAGER = TrainGraphConfig(scope="none")

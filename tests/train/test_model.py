@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 from safetensors.torch import save_file
-from small_models import causal_models
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig, BertForMaskedLM
 
+from benchmarks import causal_models
 from graphmod import graph_layers
 from graphmod.errors import ConfigError
 from graphmod.train.attention import use_static_causal_attention

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from harness import config, iteration_of, loss_of, mlp, play
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from graphmod import CUDAGraphModule
+from tests.support.harness import config, iteration_of, loss_of, mlp, play
 
 
 def test_an_optimizer_that_counts_its_steps_in_python_is_refused_with_the_remedy(device):

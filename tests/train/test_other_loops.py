@@ -4,12 +4,12 @@ import gc
 
 import pytest
 import torch
-from harness import config
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, TrainingArguments
 from transformers import Trainer as HuggingFaceTrainer
 
 from graphmod import CUDAGraphModule, graph_layers
 from graphmod.train.attention import use_static_causal_attention
+from tests.support.harness import config
 
 accelerate = pytest.importorskip("accelerate")
 VOCABULARY, STEPS = 64, 10

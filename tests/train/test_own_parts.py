@@ -4,10 +4,8 @@ import json
 import re
 from dataclasses import replace
 
-import my_parts
 import pytest
 import torch
-from conftest import ROOT
 from safetensors.torch import load_file, load_model
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
@@ -19,13 +17,15 @@ from graphmod.train.check import check_training
 from graphmod.train.optim import learning_rates
 from graphmod.train.run import train
 from graphmod.train.settings import DataConfig, ModelConfig, Source, check
+from tests.support import my_parts
+from tests.support.settings import ROOT
 
 SCOPES = ("none", "per_layer", "full_iteration")
 CPU = torch.device("cpu")
 
 
 def named(name, **arguments):
-    return {"_target_": name if "." in name else f"my_parts.{name}", **arguments}
+    return {"_target_": name if "." in name else f"tests.support.my_parts.{name}", **arguments}
 
 
 @pytest.fixture
@@ -295,7 +295,8 @@ def test_a_run_says_what_it_is_made_of(own, tmp_path):
     train(own(model=named("Net", width=8), data=named("Labelled")), tmp_path)
     said = (tmp_path / "train.log").read_text()
     assert "Net, " in said
-    assert "40 items of data._target_=my_parts.Labelled, each input_ids: (17,) int64, labels: (17,) int64" in said
+    items = "each input_ids: (17,) int64, labels: (17,) int64"
+    assert f"40 items of data._target_=tests.support.my_parts.Labelled, {items}" in said
     assert "each of 2 x 17 tokens" in said
 
 
@@ -320,8 +321,8 @@ def test_what_is_tried_before_the_first_step_leaves_no_trace(own, tmp_path, monk
     ("target", "said"),
     [
         (named("no_such_package.Net"), "there is no module 'no_such_package'"),
-        (named("my_parts.nothing.Net"), "my_parts has nothing named 'nothing'"),
-        (named("Netz"), "my_parts has nothing named 'Netz'; did you mean my_parts.Net?"),
+        (named("tests.support.my_parts.nothing.Net"), "tests.support.my_parts has nothing named 'nothing'"),
+        (named("Netz"), "tests.support.my_parts has nothing named 'Netz'; did you mean tests.support.my_parts.Net?"),
         (named("constant"), "is a int, which cannot be called"),
         (named("broken_module.Net"), "importing broken_module fails: ZeroDivisionError: division by zero ("),
         (named("missing_library.Net"), "importing missing_library fails: ModuleNotFoundError: No module named 'nope'"),
@@ -339,7 +340,7 @@ def test_a_name_that_means_nothing_is_told(own, tmp_path, monkeypatch, setting, 
 
 def test_a_module_in_the_present_folder_is_found(own, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "lies_here.py").write_text("from my_parts import Net as Mine\n")
+    (tmp_path / "lies_here.py").write_text("from tests.support.my_parts import Net as Mine\n")
     assert train(own("train.steps=1", model=named("lies_here.Mine")), tmp_path / "run").losses
 
 
@@ -372,7 +373,7 @@ def test_a_module_in_the_present_folder_is_found(own, tmp_path, monkeypatch):
         ({"data": named("number"), "seq_len": 256}, "made a int, whose items have no numbers"),
         (
             {"data": named("Tokens"), "pattern": "*.txt"},
-            "data.pattern=*.txt does nothing: data._target_=my_parts.Tokens",
+            "data.pattern=*.txt does nothing: data._target_=tests.support.my_parts.Tokens",
         ),
         ({"data": named("Pairs"), "seq_len": 16}, "data.seq_len=16 does nothing"),
         ({"data": named("Stream"), "seq_len": 256}, "made a Stream, whose items have no numbers"),
@@ -395,7 +396,7 @@ def test_a_module_in_the_present_folder_is_found(own, tmp_path, monkeypatch):
         ({"model": named("Net"), "loss": named("on_the_host")}, "the loss returned a float; a loss is the mean"),
         (
             {"loss": named("smoothed")},
-            "train.loss._target_=my_parts.smoothed: the loss of a microbatch ((2, 17) int64) fails",
+            "train.loss._target_=tests.support.my_parts.smoothed: the loss of a microbatch ((2, 17) int64) fails",
         ),
         ({"loss": named("Trained")}, "has parameters, which nothing would train"),
         ({"loss": named("Tokens", seq_len=3)}, "made a Tokens, which cannot be called"),
@@ -487,24 +488,24 @@ def test_the_parts_of_the_page_train(own, tmp_path, monkeypatch):
 def test_what_needs_a_model_of_transformers_says_so_of_a_checkpoint(own, tiny, tmp_path):
     result = train(own("train.ema_decay=0.9", "train.steps=2", model=named("Net")), tmp_path)
     for folder in (tmp_path, tmp_path / result.checkpoint, tmp_path / result.checkpoint / "ema"):
-        with pytest.raises(
-            ConfigError, match=rf"your own, my_parts\.Net, .*train\.resume={tmp_path}\. .*load_model\(model, "
-        ):
+        resume = rf"train\.resume={tmp_path}\. .*load_model\(model, "
+        with pytest.raises(ConfigError, match=rf"your own, tests\.support\.my_parts\.Net, .*{resume}"):
             model_folder(str(folder))
-    with pytest.raises(ConfigError, match=r"your own, my_parts\.Net"):
+    with pytest.raises(ConfigError, match=r"your own, tests\.support\.my_parts\.Net"):
         tiny("model=local", f"model.path={tmp_path / result.checkpoint}")
 
 
 def test_a_loss_that_keeps_something_is_refused(own, tmp_path):
     message = complaint(own("graph=none", loss=named("Counting")), tmp_path)
-    assert message.startswith("train.loss._target_=my_parts.Counting keeps something from step to step")
+    assert message.startswith("train.loss._target_=tests.support.my_parts.Counting keeps something from step to step")
 
 
 def test_code_of_ones_own_that_fails_later_is_one_line(own, tmp_path):
     with pytest.raises(GraphmodError) as caught:
         train(own("graph=none", model=named("FailingLater")), tmp_path)
     said = str(caught.value)
-    assert said.startswith("model._target_=my_parts.FailingLater: step 5: ValueError: no more tokens, please (")
+    failing = "model._target_=tests.support.my_parts.FailingLater"
+    assert said.startswith(f"{failing}: step 5: ValueError: no more tokens, please (")
     assert "my_parts.py:" in said
 
 

@@ -4,9 +4,6 @@ import json
 
 import pytest
 import torch
-from conftest import TINY, parsed
-from group import on_ranks
-from my_parts import Net
 from safetensors.torch import load_model
 
 from graphmod.errors import ConfigError
@@ -14,15 +11,19 @@ from graphmod.train.ranks import ALONE, joined
 from graphmod.train.resume import claimed
 from graphmod.train.run import train
 from graphmod.train.settings import DataConfig, DeviceName, ModelConfig, Source
+from tests.support.group import on_ranks
+from tests.support.my_parts import Net
+from tests.support.settings import TINY, parsed
 
+PARTS = "tests.support.my_parts"
 SCOPES = ("none", "per_layer", "full_iteration")
 SETTINGS = [*TINY, "train.eval_every=4", "train.eval_batches=3", "train.deterministic=true", "train.ema_decay=0.9"]
 
 
-def run(ranks, folder, name, *overrides, p=0.1, model="my_parts.Net", data="my_parts.Labelled"):
+def run(ranks, folder, name, *overrides, p=0.1, model=f"{PARTS}.Net", data=f"{PARTS}.Labelled"):
     """The losses of a run in `folder/name`, or what it is refused for."""
     config = parsed(*SETTINGS, *overrides)
-    arguments = {"p": p, "width": 8} if model == "my_parts.Net" else {}
+    arguments = {"p": p, "width": 8} if model == f"{PARTS}.Net" else {}
     config.model = ModelConfig("custom", target={"_target_": model, **arguments})
     target = {"_target_": data}
     config.data = DataConfig(Source.custom, target=target, seq_len=16, batch_size=2, eval_fraction=0.2)
@@ -51,9 +52,9 @@ def program(rank, folder):
             resume = f"train.resume={folder}/{mode}_full_iteration/checkpoints/step_00000004"
             go(f"{mode}_resumed", f"parallel={mode}", resume)
         go("tp", "parallel=tp")
-        go("unused", "parallel=ddp", model="my_parts.Unused")
-        go("other", "parallel=ddp", data="my_parts.OfThisProcess")
-        go("unused_fsdp", "parallel=fsdp", "train.checkpoint=false", model="my_parts.Unused")
+        go("unused", "parallel=ddp", model=f"{PARTS}.Unused")
+        go("other", "parallel=ddp", data=f"{PARTS}.OfThisProcess")
+        go("unused_fsdp", "parallel=fsdp", "train.checkpoint=false", model=f"{PARTS}.Unused")
     return found
 
 
@@ -104,4 +105,4 @@ def test_what_ranks_cannot_share_is_told(found):
         assert "parallel=tp splits models of transformers" in one["tp"] and "Net is a model of your own" in one["tp"]
         assert "the loss does not depend on spare.weight, spare.bias" in one["unused"]
         assert len(one["unused_fsdp"]["losses"]) == 8
-        assert "my_parts.OfThisProcess has other items on each rank" in one["other"]
+        assert f"{PARTS}.OfThisProcess has other items on each rank" in one["other"]

@@ -8,9 +8,6 @@ import signal
 import time
 
 import pytest
-from conftest import DROPOUT, TINY, shell
-from fighters import LOST, WON, own_and_wait, start_at_once, train_or_lose
-from processes import COPIES
 
 from graphmod.cli.train import main
 from graphmod.errors import GraphmodError
@@ -19,6 +16,9 @@ from graphmod.train.folders import CHECKPOINTS, FolderInUse, checkpoints, owned,
 from graphmod.train.result import RunResult
 from graphmod.train.resume import claimed
 from graphmod.train.run import train
+from tests.support.fighters import LOST, WON, own_and_wait, start_at_once, train_or_lose
+from tests.support.processes import COPIES, shell
+from tests.support.settings import DROPOUT, TINY
 
 
 @pytest.fixture

@@ -1,9 +1,8 @@
 """Where a saved model comes from is said in words."""
 
-from conftest import shell
-
 from graphmod.cli.decode import trained
 from graphmod.train.run import train
+from tests.support.processes import shell
 
 
 def test_a_checkpoint_tells_its_steps_and_its_loss(on_text, tmp_path, stop_after):

@@ -10,7 +10,6 @@ import time
 
 import pytest
 import torch
-from conftest import DROPOUT, TINY, shell
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
 
@@ -19,6 +18,8 @@ from graphmod.train.folders import checkpoints
 from graphmod.train.resume import other_ranks
 from graphmod.train.run import train
 from graphmod.train.settings import plain_config
+from tests.support.processes import shell
+from tests.support.settings import DROPOUT, TINY
 
 SCOPES = ["none", "per_layer", "full_iteration"]
 scopes = pytest.mark.parametrize("scope", SCOPES)

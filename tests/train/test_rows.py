@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from test_data import word_tokenizer
 from transformers import AutoModelForCausalLM
 
 from graphmod.errors import ConfigError
@@ -13,6 +12,7 @@ from graphmod.train.data import load_corpus
 from graphmod.train.loss import inputs_of
 from graphmod.train.run import train
 from graphmod.train.settings import DataConfig, Documents, ModelConfig, Source, TrainOn
+from tests.train.test_data import word_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }} {% if m['role'] == 'assistant' %}"

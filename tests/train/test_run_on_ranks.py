@@ -4,13 +4,13 @@ import json
 
 import pytest
 import torch
-from conftest import DROPOUT, TINY, parsed
-from group import on_ranks
 
 from graphmod.train.ranks import ALONE, joined
 from graphmod.train.resume import claimed
 from graphmod.train.run import train
 from graphmod.train.settings import DeviceName
+from tests.support.group import on_ranks
+from tests.support.settings import DROPOUT, TINY, parsed
 
 SCOPES = ("none", "per_layer", "full_iteration")
 SETTINGS = [*TINY, "data=text", "train.eval_every=4", "train.eval_batches=3", "train.deterministic=true"]

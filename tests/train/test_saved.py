@@ -6,7 +6,6 @@ import sys
 import huggingface_hub
 import pytest
 import torch
-from conftest import ROOT
 
 from graphmod.cli.settings import model_folder
 from graphmod.errors import ConfigError
@@ -14,6 +13,7 @@ from graphmod.train.folders import saved_folder
 from graphmod.train.model import build_model, model_config
 from graphmod.train.run import train
 from graphmod.train.settings import LOCAL, ModelConfig, Precision, check_model
+from tests.support.settings import ROOT
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -9,11 +9,6 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, TINY, shell
-from group import on_ranks
-from test_parallel_commands import ended, under_way
-from test_run_on_ranks import run
-from test_split_models import assert_like, with_text
 from torch.distributed import checkpoint
 from transformers import AutoModelForCausalLM
 
@@ -21,6 +16,12 @@ from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.folders import FORMAT, verify
 from graphmod.train.ranks import ALONE, joined
 from graphmod.train.settings import DeviceName
+from tests.cli.test_parallel_commands import ended, under_way
+from tests.support.group import on_ranks
+from tests.support.processes import shell
+from tests.support.settings import ROOT, TINY
+from tests.train.test_run_on_ranks import run
+from tests.train.test_split_models import assert_like, with_text
 
 SETTINGS = ["train.ema_decay=0.9", "optim.max_grad_norm=0.5", "train.checkpoint_every=4"]
 HALF = "checkpoints/step_00000004"

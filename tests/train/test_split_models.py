@@ -4,9 +4,6 @@ import json
 
 import pytest
 import torch
-from conftest import TINY, composed
-from group import on_ranks
-from test_run_on_ranks import run
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Olmo2Config, Olmo2ForCausalLM
 
 from graphmod.cli.app import parse
@@ -14,6 +11,9 @@ from graphmod.errors import ConfigError
 from graphmod.train.parallel import is_split, split_layers
 from graphmod.train.ranks import ALONE, joined, ranks_of
 from graphmod.train.settings import DeviceName
+from tests.support.group import on_ranks
+from tests.support.settings import TINY, composed
+from tests.train.test_run_on_ranks import run
 
 SCOPES = ("none", "full_iteration")
 MODES = {"fsdp": ["parallel=fsdp"], "tp": ["parallel=tp"]}

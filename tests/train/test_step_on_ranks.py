@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from group import in_group, on_ranks
-from test_train_step import language_model
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -13,6 +11,8 @@ from graphmod.train.loss import targets_counted_by
 from graphmod.train.parallel import shard, whole
 from graphmod.train.settings import TrainGraphConfig
 from graphmod.train.step import TrainStep
+from tests.support.group import in_group, on_ranks
+from tests.train.test_train_step import language_model
 
 SCOPES = ["per_layer", "full_iteration"]
 WHOLE = ["none", "full_iteration"]

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from made_tokenizers import byte_level, llama_like
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -14,6 +13,7 @@ from graphmod.text import TextStream, codec_for
 from graphmod.train.data import load_corpus
 from graphmod.train.model import set_special_tokens
 from graphmod.train.run import train
+from tests.support.made_tokenizers import byte_level, llama_like
 
 NAMES = ("ann", "bob", "cleo", "dan", "eve", "fay", "gus", "hal", "ida", "jo", "kim", "lou", "max", "nat")
 ENDINGS = ("waved", "left\n    and sang", "stayed\n\n    for  long:\n        [a]")

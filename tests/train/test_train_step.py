@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from harness import config, play, twins
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from graphmod.train.attention import use_static_causal_attention
 from graphmod.train.step import TrainStep
+from tests.support.harness import config, play, twins
 
 SCOPES = ["per_layer", "per_layer, eager optimizer", "full_iteration"]
 RATES = [0.02 * 0.8**k for k in range(14)]

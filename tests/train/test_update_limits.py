@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from test_update import gradients, optimizer_of, parameters
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from graphmod.train import compile as compile_module
 from graphmod.train.compile import CompiledUpdate
+from tests.train.test_update import gradients, optimizer_of, parameters
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

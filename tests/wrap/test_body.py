@@ -5,13 +5,13 @@ import random
 
 import pytest
 import torch
-from harness import Side, config, loss_of, play
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from graphmod import CUDAGraphModule, graph_layers, ungraph
 from graphmod.train.settings import TrainGraphConfig
 from graphmod.train.step import TrainStep
+from tests.support.harness import Side, config, loss_of, play
 
 STEPS = 14
 

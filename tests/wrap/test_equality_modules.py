@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from harness import config, iteration_of, layered, loss_of, mlp, train, twins, wrapped
 from torch import nn
 
 from graphmod import CUDAGraphModule
+from tests.support.harness import config, iteration_of, layered, loss_of, mlp, train, twins, wrapped
 
 
 def encoder_layer(device):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from harness import config, play, twins
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -10,6 +9,7 @@ from graphmod import CUDAGraphModule, graph_layers
 from graphmod.train.attention import use_static_causal_attention
 from graphmod.train.settings import Scope
 from graphmod.train.step import TrainStep, next_token_loss
+from tests.support.harness import config, play, twins
 
 SMALL = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from harness import config
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from graphmod import graph_layers, ungraph
+from tests.support.harness import config
 
 
 class Adapted(nn.Module):

@@ -6,12 +6,12 @@ import weakref
 
 import pytest
 import torch
-from harness import config
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from graphmod import CUDAGraphModule, graph_layers
 from graphmod.step.buffers import can_swap
+from tests.support.harness import config
 
 
 def calls(wrapper, *args, times=6):

@@ -5,7 +5,6 @@ from collections import UserDict
 
 import pytest
 import torch
-from harness import config
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -17,6 +16,7 @@ from transformers import (
 )
 
 from graphmod import CUDAGraphModule, graph_layers, ungraph
+from tests.support.harness import config
 
 SIZES = {
     **{"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2},

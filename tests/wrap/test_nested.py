@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from harness import config
 from torch import nn
 
 from graphmod import CUDAGraphModule, graph_layers
+from tests.support.harness import config
 
 
 class Layer(nn.Module):

@@ -6,11 +6,11 @@ import random
 import numpy
 import pytest
 import torch
-from harness import config
-from small_models import other_models
 from torch import nn
 
+from benchmarks import other_models
 from graphmod import ConfigError, CUDAGraphModule, graph_layers
+from tests.support.harness import config
 
 # Padding is looked for on the host, what a random number leaves out is decided there, and TorchScript is not seen.
 EAGER_STEPS = {"BERT", "RoBERTa", "ALBERT", "DistilBERT", "ELECTRA", "ModernBERT", "DeBERTa", "T5", "BART"}

@@ -8,11 +8,12 @@ import gc
 
 import pytest
 import torch
-from harness import Pair, layered, loss_of, make_sides, wrapped
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from random_modules import WIDTH, Stack, shapes
 from torch import nn
+
+from tests.support.harness import Pair, layered, loss_of, make_sides, wrapped
+from tests.wrap.random_modules import WIDTH, Stack, shapes
 
 # -- what a loop may do ----------------------------------------------------------------------------------------------
 

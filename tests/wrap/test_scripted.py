@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from harness import config, layered, train, twins, wrapped
 from torch import nn
 
 from graphmod import CUDAGraphModule
+from tests.support.harness import config, layered, train, twins, wrapped
 
 
 def loaded(module, x, folder):

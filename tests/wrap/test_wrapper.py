@@ -5,11 +5,11 @@ import pickle
 
 import pytest
 import torch
-from harness import config, iteration_of, mlp, train, twins
-from test_isolation import model
 from torch import nn
 
 from graphmod import ConfigError, CUDAGraphModule, GraphStats, graph_layers, mark_static, ungraph
+from tests.step.test_isolation import model
+from tests.support.harness import config, iteration_of, mlp, train, twins
 
 
 def test_a_wrapper_is_a_module_with_everything_that_belongs_to_it(device):

@@ -6,11 +6,11 @@ import time
 
 import pytest
 import torch
-from harness import config, mlp
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphmod import CUDAGraphModule, graph_layers, ungraph
+from tests.support.harness import config, mlp
 
 CALLS = 6
 

@@ -10,7 +10,6 @@ from functools import lru_cache
 
 import openai
 import torch
-from made_tokenizers import CHAT_TEMPLATE, llama_like
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from graphmod.decode import DecodeEngine
@@ -18,6 +17,7 @@ from graphmod.serve.engine_side import FrontProcess, Host, bound, url
 from graphmod.serve.front import Front
 from graphmod.serve.settings import ServeSettings
 from graphmod.text import TokenizerCodec
+from tests.support.made_tokenizers import CHAT_TEMPLATE, llama_like
 
 POSITIONS = 512
 

@@ -1,13 +1,13 @@
 """Processes that form a process group, and run what a test asks for in all of them."""
 
-import importlib
 import os
 import socket
 import time
 import traceback
 
 import torch
-from processes import CONTEXT
+
+from tests.support.processes import CONTEXT
 
 
 def serve(rank, count, device, port, inbox, outbox):
@@ -22,10 +22,8 @@ def serve(rank, count, device, port, inbox, outbox):
         more = {"device_id": place}
     backend = "nccl" if device == "cuda" else "gloo"
     torch.distributed.init_process_group(backend, rank=rank, world_size=count, **more)
-    for name, arguments in iter(inbox.get, None):
+    for function, arguments in iter(inbox.get, None):
         try:
-            home, _, name = name.rpartition(".")
-            function = getattr(importlib.import_module(home or "programs"), name)
             outbox.put((True, function(place, rank, *arguments)))
         except BaseException:
             outbox.put((False, f"rank {rank}: {traceback.format_exc()}"))
@@ -57,16 +55,16 @@ class Ranks:
             worker.kill()
             worker.join()
 
-    def run(self, name, *arguments, timeout=120):
-        """What `programs.NAME(device, rank, *arguments)` returns on each rank; of another module, `MODULE.NAME`."""
+    def run(self, function, *arguments, timeout=120):
+        """What `function(device, rank, *arguments)`, which a module has, returns on each rank."""
         for inbox, _ in self._boxes:
-            inbox.put((name, arguments))
+            inbox.put((function, arguments))
         return self._answers(timeout)
 
-    def run_on_first(self, name, *arguments, timeout=120):
-        """Likewise, of the first rank alone; others may end meanwhile."""
+    def run_on_first(self, function, *arguments, timeout=120):
+        """What `function(device, rank, *arguments)` returns on the first rank; others may end meanwhile."""
         for inbox, _ in self._boxes:
-            inbox.put((name, arguments))
+            inbox.put((function, arguments))
         deadline, (_, outbox) = time.monotonic() + timeout, self._boxes[0]
         while outbox.empty():
             assert time.monotonic() < deadline, f"no answer in {timeout} s"

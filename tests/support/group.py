@@ -6,8 +6,9 @@ import socket
 import tempfile
 
 import torch
-from processes import CONTEXT
 from torch import distributed
+
+from tests.support.processes import CONTEXT
 
 
 def free_port() -> int:

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+from tests.support.settings import ROOT
+
 PRELOADED = ["graphmod.cli.job", "graphmod.cli.decode", "graphmod.decode", "graphmod.check.cli"]
 PRELOADED += ["transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"]
 PRELOADED += ["torch.distributed.fsdp", "torch.utils.tensorboard", "graphmod.train.run"]
@@ -99,3 +101,10 @@ def finished(words: Iterable[object], folder: object, environment: dict[str, str
     process = Python(words, folder, environment)
     out, err = process.communicate(timeout)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def shell(folder: Path, *arguments: str, script: str = "train.py", **variables: str) -> Python:
+    """`python train.py ARGUMENTS`, started in `folder`; `variables` are added to the environment."""
+    # One thread, as in this process: several divide sums differently.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    return Python([ROOT / script, *arguments], folder, environment)
