@@ -5,8 +5,8 @@ import torch
 
 from graphmod.ranks.reducer import uses_alone
 from tests.ranks import habits, programs
-from tests.support import pool
 from tests.support.processes import finished
+from tests.support.ranks import Ranks
 from tests.support.settings import ROOT
 
 TWO_GPUS = torch.cuda.device_count() > 1
@@ -16,7 +16,7 @@ TWO_GPUS = torch.cuda.device_count() > 1
 def ranks(request):
     if request.param == "cuda" and not TWO_GPUS:
         pytest.skip("no two GPUs")
-    with pool.Ranks(request.param) as ranks:
+    with Ranks(request.param) as ranks:
         yield ranks
 
 
@@ -166,7 +166,7 @@ def test_a_rank_that_does_not_come_is_named(ranks):
 
 
 def test_a_rank_that_is_killed_is_named_at_once():
-    with pool.Ranks("cpu") as ranks:
+    with Ranks("cpu") as ranks:
         said = ranks.run_on_first(programs.ends_early, timeout=30)
     assert "rank 1 has ended, and did not make this call" in said
 
@@ -216,7 +216,7 @@ def test_a_process_ends_though_its_graphs_live(device):
     """NCCL waits in `destroy_process_group` for graphs with collectives, for ever."""
     if device == "cuda" and not TWO_GPUS:
         pytest.skip("no two GPUs")
-    with pool.Ranks(device) as ranks:
+    with Ranks(device) as ranks:
         ranks.run(programs.keeps_its_graphs)
         said, _ = ranks.run(programs.stays_away)
         assert "rank 1" in said and "did not make this call" in said

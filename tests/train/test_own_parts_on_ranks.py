@@ -11,8 +11,8 @@ from graphmod.train.ranks import ALONE, joined
 from graphmod.train.resume import claimed
 from graphmod.train.run import train
 from graphmod.train.settings import DataConfig, DeviceName, ModelConfig, Source
-from tests.support.group import on_ranks
 from tests.support.my_parts import Net
+from tests.support.ranks import on_ranks
 from tests.support.settings import TINY, parsed
 
 PARTS = "tests.support.my_parts"

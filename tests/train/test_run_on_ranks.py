@@ -9,7 +9,7 @@ from graphmod.train.ranks import ALONE, joined
 from graphmod.train.resume import claimed
 from graphmod.train.run import train
 from graphmod.train.settings import DeviceName
-from tests.support.group import on_ranks
+from tests.support.ranks import on_ranks
 from tests.support.settings import DROPOUT, TINY, parsed
 
 SCOPES = ("none", "per_layer", "full_iteration")

@@ -17,8 +17,8 @@ from graphmod.train.folders import FORMAT, verify
 from graphmod.train.ranks import ALONE, joined
 from graphmod.train.settings import DeviceName
 from tests.cli.test_parallel_commands import ended, under_way
-from tests.support.group import on_ranks
 from tests.support.processes import shell
+from tests.support.ranks import on_ranks
 from tests.support.settings import ROOT, TINY
 from tests.train.test_run_on_ranks import run
 from tests.train.test_split_models import assert_like, with_text

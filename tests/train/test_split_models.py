@@ -11,7 +11,7 @@ from graphmod.errors import ConfigError
 from graphmod.train.parallel import is_split, split_layers
 from graphmod.train.ranks import ALONE, joined, ranks_of
 from graphmod.train.settings import DeviceName
-from tests.support.group import on_ranks
+from tests.support.ranks import on_ranks
 from tests.support.settings import TINY, composed
 from tests.train.test_run_on_ranks import run
 

@@ -11,7 +11,7 @@ from graphmod.train.loss import targets_counted_by
 from graphmod.train.parallel import shard, whole
 from graphmod.train.settings import TrainGraphConfig
 from graphmod.train.step import TrainStep
-from tests.support.group import in_group, on_ranks
+from tests.support.ranks import in_group, on_ranks
 from tests.train.test_train_step import language_model
 
 SCOPES = ["per_layer", "full_iteration"]

@@ -1,16 +1,63 @@
-"""Processes that form a process group, and run what a test asks for in all of them."""
+"""Processes that form a process group: run once, or kept and given one function after another."""
 
+import functools
 import os
 import socket
+import tempfile
 import time
 import traceback
 
 import torch
+from torch import distributed
 
 from tests.support.processes import CONTEXT
 
 
-def serve(rank, count, device, port, inbox, outbox):
+def free_port() -> int:
+    """A port of this machine that nobody listens at."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def in_group(program):
+    """`program(rank)` with a process group (gloo, on the CPU) around it."""
+    return functools.partial(_in_group, program)
+
+
+def _in_group(program, rank):
+    distributed.init_process_group("gloo")
+    found = program(rank)
+    distributed.barrier()
+    distributed.destroy_process_group()
+    return found
+
+
+def _rank(rank, ranks, port, program, folder, arguments):
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    found = program(rank, *arguments)
+    torch.save(found, f"{folder}/{rank}")
+
+
+def on_ranks(program, ranks, *arguments):
+    """What `program(rank, *arguments)`, a function of a module, returns in each of so many processes, which find in
+    their environment what a launcher puts there; plain values only."""
+    with tempfile.TemporaryDirectory() as folder:
+        given = (ranks, free_port(), program, folder, arguments)
+        started = [CONTEXT.Process(target=_rank, args=(rank, *given), daemon=True) for rank in range(ranks)]
+        for one in started:
+            one.start()
+        for one in started:
+            one.join(240)
+        codes = [one.exitcode for one in started]
+        for one in started:
+            one.kill()
+        assert codes == [0] * ranks
+        return [torch.load(f"{folder}/{rank}") for rank in range(ranks)]
+
+
+def _serve(rank, count, device, port, inbox, outbox):
     """Runs what comes, until None does."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     torch.set_num_threads(1)
@@ -21,27 +68,25 @@ def serve(rank, count, device, port, inbox, outbox):
         torch.use_deterministic_algorithms(True)
         more = {"device_id": place}
     backend = "nccl" if device == "cuda" else "gloo"
-    torch.distributed.init_process_group(backend, rank=rank, world_size=count, **more)
+    distributed.init_process_group(backend, rank=rank, world_size=count, **more)
     for function, arguments in iter(inbox.get, None):
         try:
             outbox.put((True, function(place, rank, *arguments)))
         except BaseException:
             outbox.put((False, f"rank {rank}: {traceback.format_exc()}"))
-    torch.distributed.destroy_process_group()
+    distributed.destroy_process_group()
     outbox.put((True, "ended"))
 
 
 class Ranks:
-    """`count` ranks on `device`; a context."""
+    """So many ranks on `device` that stay; a context."""
 
     def __init__(self, device, count=2):
         self.device = device
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self._boxes = [(CONTEXT.SimpleQueue(), CONTEXT.SimpleQueue()) for _ in range(count)]
         self._workers = [
-            CONTEXT.Process(target=serve, args=(rank, count, device, port, *boxes), daemon=True)
+            CONTEXT.Process(target=_serve, args=(rank, count, device, port, *boxes), daemon=True)
             for rank, boxes in enumerate(self._boxes)
         ]
 
