@@ -105,7 +105,22 @@ def run_backward(ticket: Ticket, grads: tuple[Tensor | None, ...]) -> Sequence[T
             "backward that did not say retain_graph=True"
         )
     try:
-        return _backward(ticket, graph, grads)
+        if context.agreement is not None:
+            context.agreement.begin()
+        accumulates = will_run(context.group.anchor_node)
+        if not accumulates and graph.witness is not None and graph.witness.requires_grad and _wanted(graph.witness):
+            raise BackwardUnavailable(
+                f"the gradients of the parameters inside {context.name!r} go straight to .grad and cannot be had "
+                "through torch.autograd.grad or backward(inputs=...); call loss.backward(), or run this part eagerly "
+                "(ungraph, or call .module)"
+            )
+        pending: set[int] = set()
+        known = _graph_for(ticket, grads, pending) if accumulates and not ticket.done else None
+        if known is not None:
+            return _hand_out(known, ticket)
+        if context.agreement is not None:
+            context.agreement.choose(Choice.eager, "its backward fits no graph")
+        return recompute(ticket, grads, accumulates, pending)
     finally:
         if keeps_graph():
             ticket.done = True  # another may follow: what it needs is in use for as long as somebody holds the node
@@ -115,102 +130,81 @@ def run_backward(ticket: Ticket, grads: tuple[Tensor | None, ...]) -> Sequence[T
             ticket.arena.rest()
 
 
-def _backward(ticket: Ticket, graph: LayerGraph, grads: tuple[Tensor | None, ...]) -> Sequence[Tensor | None]:
-    context, tape = graph.context, graph.tape
-    if context.agreement is not None:
-        context.agreement.begin()
-    accumulates = will_run(context.group.anchor_node)
-    if not accumulates and graph.witness is not None and graph.witness.requires_grad and _wanted(graph.witness):
-        raise BackwardUnavailable(
-            f"the gradients of the parameters inside {context.name!r} go straight to .grad and cannot be had through "
-            "torch.autograd.grad or backward(inputs=...); call loss.backward(), or run this part eagerly (ungraph, or "
-            "call .module)"
-        )
-    if ticket.done or not accumulates:
-        return _again(ticket, graph, grads, accumulates)
-    known = graph.backward
+def _graph_for(ticket: Ticket, grads: tuple[Tensor | None, ...], pending: set[int]) -> BackwardGraph | None:
+    """The captured backward, launched for a plain one: replayed, or captured now. None where neither can be; then
+    `pending` has taken in the parameters (by identity) whose other uses in this backward are still to come."""
+    graph: LayerGraph = ticket.graph
+    context, entry, tape, known = graph.context, graph.entry, graph.tape, graph.backward
+    group = context.group
     otherwise = graph.watch.differentiated_otherwise()
     if known is not None:  # else autograd compares the versions of what it saved
         changed = ticket.changed()
         if changed and any(parameter is weight for parameter in changed for weight in known.weights):
             raise changed_in_place(context.name)
-    if context.group.context is not None:
-        context.group.first_backward()
-    graph.entry.backward_began(context.group.begun)
+    if group.context is not None:
+        group.first_backward()
+    entry.backward_began(group.begun)
     on_tape = tape.arena.active is tape
-    modes = context.group.modes_in_backward()
+    modes = group.modes_in_backward()
     if otherwise is not None or modes[FOREIGN] is not None:
         _count_mismatch(graph, False)
-        return _again(ticket, graph, grads, accumulates)
+        return None
     if known is None:
         if graph.captured_in != tape.arena.passes:
             # The optimizer has changed what the retained autograd graph saved: it is good for its own pass only.
-            graph.entry.left_unfinished()
-            return _again(ticket, graph, grads, accumulates)
-        pending = _used_later(ticket, graph)
-        stash = context.group.stash
-        shared = [p for p in graph.direct if id(p) in pending or id(p) in stash or _used_eagerly(p, graph)]
+            entry.left_unfinished()
+            return None
+        pending |= _used_later(ticket)
+        others = pending | group.stash.keys()
+        # Nobody can tell of the witness, which autograd always visits, whether eager code uses it.
+        shared = [p for p in graph.direct if id(p) in others or (p is not graph.witness and _is_accumulated(p))]
         if shared:
             # Captured anew with these gradients going through autograd; this once, summed up here.
-            context.group.share(shared)
+            group.share(shared)
             context.drop(tape, why="code outside uses its parameters too")
-        elif on_tape and tape.at_end and not tape.dropped and _is_as_recorded(graph, grads):
-            if agrees(context, graph.entry, Choice.capture):
-                known = capture_backward(graph, grads, modes)
-            if known is not None:
-                return _hand_out(known, ticket)
-            return _again(ticket, graph, grads, True, pending)
-        return _again(ticket, graph, grads, accumulates, pending)
+            return None
+        ready = on_tape and tape.at_end and not tape.dropped and _is_as_recorded(graph, grads)
+        return capture_backward(graph, grads, modes) if ready and agrees(context, entry, Choice.capture) else None
     for output in known.saved:
         if output.changed():
             raise changed_in_place(context.name)
     for output in graph.results.sharing:
         if output.changed():  # eager would follow the change into what shares its memory
             raise changed_in_place(context.name)
-    if context.group.stash and any(id(parameter) in context.group.stash for parameter in graph.direct):
-        return _again(ticket, graph, grads, accumulates)  # which adds its uses, one by one, to what waits for them
+    if group.stash and any(id(parameter) in group.stash for parameter in graph.direct):
+        return None  # without a graph its uses are added, one by one, to what waits for them
     as_then = modes is graph.backward_modes or modes == graph.backward_modes
     changed = known.changed()
     if changed is not None:
         _reads_otherwise(graph, changed)
-        return _again(ticket, graph, grads, accumulates)
-    if on_tape and known.index >= tape.cursor and as_then and known.fits(grads, tape.arena.passes):
+        return None
+    if not (on_tape and known.index >= tape.cursor and as_then and known.fits(grads, tape.arena.passes)):
+        _count_mismatch(graph, False)
+        return None
+    try:
         # Where autograd may add to the same gradients in this backward, because the module also ran without a graph.
-        group, agreed = context.group, functools.partial(agrees, context, graph.entry, Choice.replay)
-        try:
-            with group.backend.in_turn() if context.eager_in >= group.begun - 1 else _NOTHING_BESIDE:
-                copied, as_captured = known.launch(grads, tape.arena.passes, agreed)
-        except GradientsExchanged:
-            graph.entry.add_apart()
-            context.drop(tape, why="gradients that it adds to, or that are held, are others each time")
-            return _again(ticket, graph, grads, accumulates)
-        except Outvoted:
-            return _again(ticket, graph, grads, accumulates)
-        except LateRanks:
-            raise
-        except Exception as error:
-            let_through(error)
-            context.failed(graph.entry, error, "a replay of its backward")
-            context.drop(tape)
-            return _again(ticket, graph, grads, accumulates)
-        context.counters.copied_bytes += copied
-        tape.cursor = known.index + 1
-        context.counters.replays += 1
-        if graph.mismatches or not as_captured:
-            _count_mismatch(graph, as_captured)
-        return _hand_out(known, ticket)
-    _count_mismatch(graph, False)
-    return _again(ticket, graph, grads, accumulates)
-
-
-def _again(
-    ticket: Ticket, graph: LayerGraph, grads: tuple[Tensor | None, ...], accumulates: bool, pending: Any = ()
-) -> Sequence[Tensor | None]:
-    """The backward without a graph, on all ranks alike."""
-    agreement = graph.context.agreement
-    if agreement is not None:
-        agreement.choose(Choice.eager, "its backward fits no graph")
-    return recompute(ticket, graph, grads, accumulates, pending)
+        with group.backend.in_turn() if context.eager_in >= group.begun - 1 else _NOTHING_BESIDE:
+            agreed = functools.partial(agrees, context, entry, Choice.replay)
+            copied, as_captured = known.launch(grads, tape.arena.passes, agreed)
+    except GradientsExchanged:
+        entry.add_apart()
+        context.drop(tape, why="gradients that it adds to, or that are held, are others each time")
+        return None
+    except Outvoted:
+        return None
+    except LateRanks:
+        raise
+    except Exception as error:
+        let_through(error)
+        context.failed(entry, error, "a replay of its backward")
+        context.drop(tape)
+        return None
+    context.counters.copied_bytes += copied
+    tape.cursor = known.index + 1
+    context.counters.replays += 1
+    if graph.mismatches or not as_captured:
+        _count_mismatch(graph, as_captured)
+    return known
 
 
 def _hand_out(known: BackwardGraph, ticket: Ticket) -> list[Tensor | None]:
@@ -228,10 +222,10 @@ def _hand_out(known: BackwardGraph, ticket: Ticket) -> list[Tensor | None]:
     return found
 
 
-def _used_later(ticket: Ticket, graph: LayerGraph) -> set[int]:
+def _used_later(ticket: Ticket) -> set[int]:
     """The identities of the parameters whose gradients other forwards still to come in this very backward add to."""
     found: set[int] = set()
-    for arena in graph.context.group.arenas:
+    for arena in ticket.graph.context.group.arenas:
         for other in arena.active.owners if arena.active is not None else ():
             there = other.ticket() if isinstance(other, LayerGraph) and other.ticket is not None else None
             if there is None or there is ticket or there.done or not there.current or there.node is None:
@@ -244,19 +238,14 @@ def _used_later(ticket: Ticket, graph: LayerGraph) -> set[int]:
 
 def _wanted(parameter: Tensor) -> bool:
     """Whether the present backward, which is not a plain one, was asked for this parameter's gradient."""
-    with torch.enable_grad():
-        accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
     try:
-        return will_run(accumulator)
+        return _is_accumulated(parameter)
     except RuntimeError:  # autograd does not answer for leaves that torch.autograd.grad was asked for
         return True
 
 
-def _used_eagerly(parameter: Tensor, graph: LayerGraph) -> bool:
-    """Whether autograd itself is going to accumulate into this parameter in the present backward. Nobody can tell for
-    the witness, which autograd always visits."""
-    if parameter is graph.witness:
-        return False
+def _is_accumulated(parameter: Tensor) -> bool:
+    """Whether autograd itself is going to accumulate into this parameter in the present backward."""
     with torch.enable_grad():
         accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
     return will_run(accumulator)
@@ -306,11 +295,7 @@ def _count_mismatch(graph: LayerGraph, matched: bool) -> None:
 
 
 def recompute(
-    ticket: Ticket,
-    graph: LayerGraph,
-    grads: Sequence[Tensor | None],
-    accumulates: bool,
-    pending: Collection[int] = (),
+    ticket: Ticket, grads: Sequence[Tensor | None], accumulates: bool, pending: Collection[int]
 ) -> list[Tensor | None]:
     """Runs the forward again, eagerly, on the inputs that are still in place, and differentiates that.
 
@@ -324,14 +309,12 @@ def recompute(
         BackwardUnavailable: a parameter was changed since the forward, whose values can no longer be had.
         RuntimeError: the backward reads it again, as eager says it.
     """
-    context, backend = graph.context, graph.context.group.backend
+    graph: LayerGraph = ticket.graph
+    context = graph.context
     direct = graph.direct if accumulates else []
     stash, sums = context.group.stash, {}
     with _trained(graph.parameters):
-        if ticket.changed():
-            outputs, leaves, edges = _as_captured(ticket, graph)
-        else:
-            outputs, leaves, edges = _run_again(ticket, graph)
+        outputs, leaves, edges = _as_captured(ticket) if ticket.changed() else _run_again(ticket)
         modified = [out for out, static in zip(outputs, graph.results.with_grad, strict=True) if static.changed()]
         if not edges:
             torch.autograd.graph.increment_version(modified)  # so that autograd refuses them where it needs them
@@ -344,9 +327,8 @@ def recompute(
         sums[parameter] = grad if earlier is None else earlier if grad is None else earlier + grad
     stash.update({id(p): grad.clone() for p, grad in sums.items() if grad is not None and id(p) in pending})
     ticket.of_witness = None if late is None or id(late) in stash else sums.pop(late, None)
-    ready = [(p, grad) for p, grad in sums.items() if id(p) not in stash]
-    with backend.in_turn():
-        _deliver(ready)
+    with context.group.backend.in_turn():
+        _deliver([(p, grad) for p, grad in sums.items() if id(p) not in stash])
     context.counters.eager_calls += 1
     if graph.summed and ticket.node is not None:
         watch_sums(graph, ticket.node(), graph.summed, through)
@@ -384,9 +366,9 @@ def _trained(parameters: Sequence[Tensor]) -> Iterator[None]:
             parameter.requires_grad_(False)
 
 
-def _as_captured(ticket: Ticket, graph: LayerGraph) -> tuple[Sequence[Tensor], list[Tensor], dict]:
+def _as_captured(ticket: Ticket) -> tuple[Sequence[Tensor], list[Tensor], dict]:
     """What the capture of the forward left behind, if that was in this pass."""
-    known = graph.backward
+    graph, known = ticket.graph, ticket.graph.backward
     if known is not None and any(parameter is weight for parameter in ticket.changed() for weight in known.weights):
         raise changed_in_place(graph.context.name)
     if (
@@ -402,8 +384,8 @@ def _as_captured(ticket: Ticket, graph: LayerGraph) -> tuple[Sequence[Tensor], l
     return graph.results.retained, [item.tensor for item in graph.inputs], graph.edges
 
 
-def _run_again(ticket: Ticket, graph: LayerGraph) -> tuple[Sequence[Tensor], list[Tensor], dict]:
-    backend = graph.context.group.backend
+def _run_again(ticket: Ticket) -> tuple[Sequence[Tensor], list[Tensor], dict]:
+    graph = ticket.graph
     changed = [(tensor, tensor.clone()) for tensor in graph.graph.seen.written.values()]
     now, depth = graph.random_state(), run_again.count
     graph.set_random_state(ticket.random_state)
@@ -413,7 +395,7 @@ def _run_again(ticket: Ticket, graph: LayerGraph) -> tuple[Sequence[Tensor], lis
             tensor.copy_(value)
         leaves = [without_history(static.tensor) for static in graph.inputs]
         args, kwargs = rebuild(graph.entry.signature.structure, leaves)
-        modes = entered_again(graph.entry.signature.modes, backend.device_type)
+        modes = entered_again(graph.entry.signature.modes, graph.context.group.backend.device_type)
         with torch.enable_grad(), modes, graph.recording.guards.as_recorded():
             outputs = graph.results.of_node(graph.function(*args, **kwargs))
     finally:
