@@ -89,12 +89,12 @@ class CUDAGraphModule(nn.Module):
             self.__dict__["module"] = module
         if not isinstance(module, nn.Module):
             _stand_for_methods()
-        made = call or (Target(module) if isinstance(module, nn.Module) else module)
         name = name or getattr(module, "__name__", type(module).__name__)
+        self._hooks_outside = isinstance(module, nn.Module) and call is None
+        made = call or (Target(module) if isinstance(module, nn.Module) else module)
         self.__dict__["_call"] = made
         self._context = LayerContext(module, made, settings(config, single), name, group or Group())
         self._context.instead = INSTEAD if isinstance(made, Body) else ""
-        self._hooks_outside = isinstance(module, nn.Module) and call is None
         self._mark: Any = object()  # the `Mark` of a layer whose forward leads here
         self._retired = False
         self._with_more: dict[tuple, WithMore] = {}
@@ -122,16 +122,13 @@ class CUDAGraphModule(nn.Module):
         if own is not self._call.own and getattr(own, "__self__", None) is not self:
             self._call.own = own
             self.reset()
-        if self._calls_itself() or any(getattr(root, kind) for kind in HOOKS):
+        kind = type(root)
+        calls_itself = kind.__call__ is not nn.Module.__call__ and kind.forward is not nn.Module.forward
+        if calls_itself or any(getattr(root, hooks) for hooks in HOOKS):
             # The module's own hooks and `__call__` run on every call, around the graph instead of inside it.
             with in_place_of_forward(root, self._run):
                 return root(*args, **kwargs)
         return self._run(*args, **kwargs)
-
-    def _calls_itself(self) -> bool:
-        """Whether the module's class has a `__call__` of its own that leads to `forward`."""
-        kind = type(self._root)
-        return kind.__call__ is not nn.Module.__call__ and kind.forward is not nn.Module.forward
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the wrapped callable without the module's own hooks."""
@@ -141,8 +138,9 @@ class CUDAGraphModule(nn.Module):
             return self._call(*args, **kwargs)
         if self._retired or _reference_count(self._mark) > HOLDERS:
             other = caller_with(self._mark)
-            if other is not None and other is not self._root:
-                return self._for_copy(other, args, kwargs)
+            if other is not None and other is not self._root:  # a shallow copy, whose forward leads here, too
+                own = self._mark.forward
+                return type(other).forward(other, *args, **kwargs) if own is None else own(*args, **kwargs)
             if self._retired:
                 return self._call(*args, **kwargs)
         if is_recording() or as_plain.count or (context.nested and current_node() is not None):
@@ -178,11 +176,6 @@ class CUDAGraphModule(nn.Module):
             f"inside, and put the graph outside: {remedy}",
             key="compiled around",
         )
-
-    def _for_copy(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        """An eager call of a shallow copy of the wrapped layer, whose `forward` leads here, too."""
-        own = self._mark.forward
-        return type(module).forward(module, *args, **kwargs) if own is None else own(*args, **kwargs)
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------
 
@@ -326,39 +319,30 @@ class CUDAGraphModule(nn.Module):
 
     # -- copies ----------------------------------------------------------------------------------------------------
 
-    def _around_copy(self, root: Any, call: Any, memo: dict | None) -> CUDAGraphModule:
-        group = None if memo is None else memo.get(id(self._context.group))
-        if group is None:
-            group = Group()
-            if memo is not None:
-                memo[id(self._context.group)] = group
-                group.gradients = memo.setdefault(id(self._context.group.gradients), group.gradients)
-                group.share([copy.deepcopy(tied, memo) for tied in self._context.group.tied.values()], lasting=True)
-        in_place = isinstance(self._root, nn.Module) and not self._hooks_outside
-        made = CUDAGraphModule(
-            root, self._context.config, name=self.graph_name, group=group, call=call if in_place else None
-        )
-        if self._hooks_outside:
-            made._call.own = call.own
-        return made
-
     def __copy__(self) -> Any:
         """A wrapper around a shallow copy of the module, with graphs of its own still to be captured."""
         root = copy.copy(self._root) if isinstance(self._root, nn.Module) else self._root
-        return self._like_this(self._around_copy(root, self._call_of(root, None), None), None)
+        return self._around_copy(root, Group(), None)
 
     def __deepcopy__(self, memo: dict) -> Any:
         """A wrapper around a copy of the module, with graphs of its own still to be captured."""
-        root = copy.deepcopy(self._root, memo)
-        made = self._around_copy(root, self._call_of(root, memo), memo)
-        memo[id(self)] = made
-        return self._like_this(made, memo)
+        root, known = copy.deepcopy(self._root, memo), self._context.group
+        if id(known) not in memo:
+            group = memo[id(known)] = Group()
+            group.gradients = memo.setdefault(id(known.gradients), group.gradients)
+            group.share([copy.deepcopy(tied, memo) for tied in known.tied.values()], lasting=True)
+        return self._around_copy(root, memo[id(known)], memo)
 
-    def _call_of(self, root: Any, memo: dict | None) -> Any:
-        return self._call.of_copy(root, memo) if isinstance(self._call, Target) else root
-
-    def _like_this(self, made: Any, memo: dict | None) -> Any:
-        """Gives a copy the hooks and the mode of this wrapper."""
+    def _around_copy(self, root: Any, group: Group, memo: dict | None) -> CUDAGraphModule:
+        """A wrapper around a copy of the module, with the hooks and the mode of this one; deep, where there is a `memo`
+        of `copy.deepcopy`."""
+        call: Any = self._call.of_copy(root, memo) if isinstance(self._call, Target) else None
+        config, in_place = self._context.config, None if self._hooks_outside else call
+        made = CUDAGraphModule(root, config, name=self.graph_name, group=group, call=in_place)
+        if self._hooks_outside:
+            made._call.own = call.own
+        if memo is not None:
+            memo[id(self)] = made
         for name, value in self.__dict__.items():
             if "_hooks" in name and isinstance(value, dict):
                 made.__dict__[name] = value.copy() if memo is None else copy.deepcopy(value, memo)
