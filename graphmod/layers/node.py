@@ -21,11 +21,11 @@ from graphmod.ranks.agreement import Choice, LateRanks
 from graphmod.signature.flattening import rebuild
 from graphmod.signature.modes import FOREIGN, entered_again
 from graphmod.step.buffers import without_history
-from graphmod.step.dispatch import agrees, run_again
+from graphmod.step.dispatch import agrees
 from graphmod.step.entry import REPLAY
 from graphmod.step.log import cause_of
 from graphmod.torch_private import keeps_graph, will_run
-from graphmod.trace.undo import let_through
+from graphmod.trace.undo import let_through, under_way
 
 _NOTHING_BESIDE = contextlib.nullcontext()
 _TWICE = (
@@ -387,10 +387,10 @@ def _as_captured(ticket: Ticket) -> tuple[Sequence[Tensor], list[Tensor], dict]:
 def _run_again(ticket: Ticket) -> tuple[Sequence[Tensor], list[Tensor], dict]:
     graph = ticket.graph
     changed = [(tensor, tensor.clone()) for tensor in graph.graph.seen.written.values()]
-    now, depth = graph.random_state(), run_again.count
+    now, depth = graph.random_state(), under_way.again
     graph.set_random_state(ticket.random_state)
     try:
-        run_again.count = depth + 1
+        under_way.again = depth + 1
         for tensor, value in zip(graph.advanced, ticket.before or (), strict=True):
             tensor.copy_(value)
         leaves = [without_history(static.tensor) for static in graph.inputs]
@@ -399,7 +399,7 @@ def _run_again(ticket: Ticket) -> tuple[Sequence[Tensor], list[Tensor], dict]:
         with torch.enable_grad(), modes, graph.recording.guards.as_recorded():
             outputs = graph.results.of_node(graph.function(*args, **kwargs))
     finally:
-        run_again.count = depth
+        under_way.again = depth
         graph.set_random_state(now)
         for tensor, before in changed:
             tensor.copy_(before)

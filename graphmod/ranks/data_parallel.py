@@ -7,7 +7,6 @@ its own from the first step on. What it computes, and when, stays as it is.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,15 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from graphmod.ranks.reducer import Reducer
 from graphmod.torch_private import FIRST_BUCKET_BYTES, foreach_copy_, lacking, to_device
 from graphmod.trace.dispatch import current, hidden
-
-
-class Depth(threading.local):
-    """How many calls of one kind are under way in the present thread."""
-
-    count = 0
-
-
-inside_calls = Depth()  # of what wrappers call, where models are found whose reducers are to be replaced
+from graphmod.trace.undo import under_way
 
 
 def refused(model: DistributedDataParallel) -> str | None:
@@ -180,7 +171,7 @@ class _Found(DistributedDataParallel):
     """One that is taken over by its next forward inside a call."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        inside = inside_calls.count or current() is not None
+        inside = under_way.eager or current() is not None
         return (_taken_over_now(self) if inside else super().forward)(*inputs, **kwargs)
 
 

@@ -13,7 +13,6 @@ from graphmod.config import Verify
 from graphmod.errors import CaptureRefused
 from graphmod.guards.hooks import on_accumulator
 from graphmod.ranks.agreement import Agreement, Choice, LateRanks, communicated, free_before_destruction, several_ranks
-from graphmod.ranks.data_parallel import Depth, inside_calls
 from graphmod.reads.backwards import end_left, watches
 from graphmod.signature.call import Call, Flat
 from graphmod.signature.flattening import unrepeatable
@@ -29,7 +28,7 @@ from graphmod.torch_private import current_node, is_fx_tracing, is_traced, next_
 from graphmod.trace import dispatch
 from graphmod.trace.hazards import COMPILES
 from graphmod.trace.operations import is_stale
-from graphmod.trace.undo import let_through, undo_left
+from graphmod.trace.undo import let_through, under_way, undo_left
 
 ON_ACCUMULATOR = (
     "hooks are on the node of autograd that accumulates a parameter's gradient (grad_fn.next_functions, as in "
@@ -37,8 +36,6 @@ ON_ACCUMULATOR = (
 )
 TRACED = ", and no graph is in what is made of it; trace first, and wrap that: CUDAGraphModule(traced)"
 T = TypeVar("T")
-_agreed_on = Depth()  # calls that all ranks make eagerly
-run_again = Depth()  # forwards that run again for a backward without a graph
 
 
 def run(context: Context, call: Call) -> Any:
@@ -410,7 +407,7 @@ def is_nested(context: Context) -> bool:
     """Whether a call is to be no more than a part of another. That may be one that all ranks make eagerly: what is
     captured there on one rank, on another may be recorded as part of that. Or one that runs again for its backward,
     which asks autograd for the gradients of all parameters inside."""
-    return run_again.count > 0 or (context.agreement is not None and _agreed_on.count > 0)
+    return under_way.again > 0 or (context.agreement is not None and under_way.agreed > 0)
 
 
 def agrees(context: Context, entry: Entry, choice: Choice) -> bool:
@@ -429,9 +426,9 @@ def agrees(context: Context, entry: Entry, choice: Choice) -> bool:
 def alone(context: Context, entry: Entry | None, call: Callable[[], T]) -> T:
     """Makes a call without a graph, after the other ranks were told so, and finds out whether any take part; returns
     what it gives."""
-    agreement, inside, agreed_on = context.agreement, inside_calls.count, _agreed_on.count
+    agreement, inside, agreed_on = context.agreement, under_way.eager, under_way.agreed
     try:
-        inside_calls.count = inside + 1
+        under_way.eager = inside + 1
         if agreement is not None and agreement.is_open:
             disabled = entry is not None and entry.disabled
             why = context.last_failure or "this call is new to it"
@@ -439,10 +436,10 @@ def alone(context: Context, entry: Entry | None, call: Callable[[], T]) -> T:
             agreement.choose(Choice.eager, reason, lasts=disabled)
         before = communicated() if several_ranks() else {}
         if agreement is not None:
-            _agreed_on.count = agreed_on + 1
+            under_way.agreed = agreed_on + 1
         result = call()
     finally:  # which nothing can interrupt
-        inside_calls.count, _agreed_on.count = inside, agreed_on
+        under_way.eager, under_way.agreed = inside, agreed_on
     if before or several_ranks():
         _learn_ranks(context, before)
     return result

@@ -71,6 +71,23 @@ class _OfThread(threading.local):
 _of_thread = _OfThread()
 
 
+class _UnderWay(threading.local):
+    """How many calls of a kind are under way in the present thread. Who counts one knows what was before, and puts that
+    back in a `finally`, which nothing can interrupt half-way.
+
+    Attributes:
+        eager: of what wrappers call, without a graph.
+        agreed: those of them that all ranks make eagerly.
+        again: forwards that run again for a backward without a graph.
+        plain: of a body whose wrapped layers run as plain modules.
+    """
+
+    eager = agreed = again = plain = 0
+
+
+under_way = _UnderWay()
+
+
 def undoing(body: Callable[[Undo], T]) -> T:
     """Calls `body` with what it may enter contexts through, and leaves these whatever comes; returns what it gives."""
     undo_left()

@@ -20,9 +20,9 @@ from graphmod.step.entry import GraphStats
 from graphmod.step.group import Group
 from graphmod.torch_private import current_node, when_compiled
 from graphmod.trace.dispatch import is_recording
-from graphmod.trace.undo import let_through
+from graphmod.trace.undo import let_through, under_way
 from graphmod.wrap.beside import WithMore, asked_of
-from graphmod.wrap.target import HOLDERS, INSTEAD, Body, Target, as_plain, caller_with, in_place_of_forward
+from graphmod.wrap.target import HOLDERS, INSTEAD, Body, Target, caller_with, in_place_of_forward
 
 _reference_count = sys.getrefcount
 _NEVER_THE_WRAPPERS = ("_root", "module")
@@ -143,7 +143,7 @@ class CUDAGraphModule(nn.Module):
                 return type(other).forward(other, *args, **kwargs) if own is None else own(*args, **kwargs)
             if self._retired:
                 return self._call(*args, **kwargs)
-        if is_recording() or as_plain.count or (context.nested and current_node() is not None):
+        if is_recording() or under_way.plain or (context.nested and current_node() is not None):
             context.served, context.nested = None, True
             return self._call(*args, **kwargs)  # part of what another wrapper captures, or is going to
         context.nested = False

@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from graphmod.ranks.data_parallel import Depth
 from graphmod.step.context import Context
-from graphmod.step.dispatch import run_again
 from graphmod.step.entry import Entry
 from graphmod.trace.dispatch import is_recording
+from graphmod.trace.undo import under_way
 
 
 class Target:
@@ -123,7 +122,6 @@ def caller_with(mark: Mark) -> nn.Module | None:
 
 
 _post_accumulate_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
-as_plain = Depth()  # calls of a body whose wrapped layers run as plain modules
 INSTEAD = "; its layers then run from graphs of their own"
 _PAYS = 8  # to `Context.without_layers`: a replay that many times less than to the account of captures
 _UNUSED = 64  # calls of a body in a row that do without the graphs of its layers, which are then given up
@@ -159,13 +157,13 @@ class Body(Target):
         return self.passed_over or _has_ranks()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        context = None if is_recording() or run_again.count else self._context()
-        depth = as_plain.count
+        context = None if is_recording() or under_way.again else self._context()
+        depth = under_way.plain
         try:
-            as_plain.count = depth + (context is not None and self._expects_graph(context))
+            under_way.plain = depth + (context is not None and self._expects_graph(context))
             return super().__call__(*args, **kwargs)
         finally:
-            as_plain.count = depth
+            under_way.plain = depth
 
     def _context(self) -> Context | None:
         """Of the wrapper; None where there is none any more."""
