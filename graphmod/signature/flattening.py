@@ -7,6 +7,7 @@ structure.
 import contextlib
 import copyreg
 import dataclasses
+import functools
 import math
 import sys
 import types
@@ -176,15 +177,8 @@ def unrepeatable(structure: Any, path: str = "", named: Sequence[str] = ()) -> t
 
 _EQUAL_BUT_NOT_ALIKE = frozenset({float, complex, range})  # 0.0 is not -0.0
 _MOST_BYTES = 65536  # of a numpy array that is compared by its content
-_LEAVES = [Leaf(index) for index in range(64)]
-
-
-def _leaf(index: int) -> Leaf:
-    while len(_LEAVES) <= index:
-        _LEAVES.append(Leaf(len(_LEAVES)))
-    return _LEAVES[index]
-
-
+_leaf = functools.cache(Leaf)
+list(map(_leaf, range(64)))  # before two threads could make the same one
 _BASES = (tuple, list, OrderedDict, defaultdict, dict, deque, set, frozenset, types.SimpleNamespace)
 
 
@@ -225,8 +219,7 @@ def flatten(value: Any, leaves: list[Tensor], seen: dict[int, Any]) -> Any:
     if kind is Tensor or isinstance(value, Tensor):
         leaf = seen.get(id(value))
         if leaf is None:
-            index = len(leaves)
-            leaf = seen[id(value)] = _LEAVES[index] if index < 64 else _leaf(index)
+            leaf = seen[id(value)] = _leaf(len(leaves))
             leaves.append(value)
         return leaf
     if kind in PLAIN_KINDS:

@@ -16,7 +16,7 @@ from graphmod.step.context import Context
 from graphmod.step.entry import Entry
 from graphmod.step.graph import ALIGNED_OTHERWISE, StepGraph
 from graphmod.step.recording import Recording
-from graphmod.step.tape import Tape
+from graphmod.step.tape import MOST_ARENAS, Tape
 from graphmod.torch_private import current_node
 from graphmod.trace.undo import let_through
 
@@ -64,7 +64,8 @@ def place(context: Context, entry: Entry, reason: str, recording: Recording) -> 
         return None
     if not _make_space(context, entry):
         return None
-    tape = tape or group.place(entry.needs_grad)
+    if tape is None and not (entry.needs_grad and group.eager_in_flight):
+        tape = group.new_tape()
     if tape is None:
         if not known:
             account.missed(entry.replays)
@@ -73,7 +74,7 @@ def place(context: Context, entry: Entry, reason: str, recording: Recording) -> 
         # gradients of all of them in their order.
         waiting = context.waiting()
         if account.misses > max(patience * (3 if group.eager_in_flight else 1), waiting):
-            tape = group.new_tape_elsewhere()
+            tape = group.new_tape(MOST_ARENAS)  # in an order that the others do not allow
         if tape is None and waiting > _MANY:
             context.log_once(
                 f"{context.name!r} runs eagerly: {waiting} of its calls wait for their backward, and it may be "

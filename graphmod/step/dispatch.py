@@ -360,7 +360,8 @@ def due(context: Context, entry: Entry) -> Recording | None:
     how, group = context.config.verify, context.group
     rounds = group.verification
     if how is Verify.sampled:
-        if _is_run_again():
+        # A checkpoint that runs a call again counts what it saves: it has to run alike both times.
+        if current_node() is not None or top_saved_tensors_hooks(True) is not None:
             rounds.stop()
         if entry.verified_in < 0:
             rounds.expect(entry.recordings[0].seconds)
@@ -374,12 +375,6 @@ def due(context: Context, entry: Entry) -> Recording | None:
         return None
     recording = entry.recording_of_now()
     return recording if any(graph.recording is recording for graph in entry.graphs) else None
-
-
-def _is_run_again() -> bool:
-    """Whether a checkpoint runs the call, which counts what it saves: it has to run alike both times."""
-    inside = current_node() is not None
-    return inside or top_saved_tensors_hooks(True) is not None
 
 
 def verify(context: Context, entry: Entry, call: Call, recording: Recording) -> Any:
@@ -440,16 +435,11 @@ def alone(context: Context, entry: Entry | None, call: Callable[[], T]) -> T:
         result = call()
     finally:  # which nothing can interrupt
         under_way.eager, under_way.agreed = inside, agreed_on
-    if before or several_ranks():
-        _learn_ranks(context, before)
+    after = communicated() if before or several_ranks() else {}
+    groups = [group for group, count in after.items() if count != before.get(group, 0)]
+    if groups and not context.around.joins():
+        if context.agreement is None:
+            context.agreement = Agreement()
+            free_before_destruction(context.leave_ranks)
+        context.agreement.learn(groups)
     return result
-
-
-def _learn_ranks(context: Context, before: dict) -> None:
-    groups = [group for group, count in communicated().items() if count != before.get(group, 0)]
-    if not groups or context.around.joins():
-        return
-    if context.agreement is None:
-        context.agreement = Agreement()
-        free_before_destruction(context.leave_ranks)
-    context.agreement.learn(groups)

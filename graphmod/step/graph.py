@@ -52,14 +52,6 @@ def _restore_python_random_state(state: tuple[Any, Any]) -> None:
         sys.modules["numpy"].random.set_state(state[1])
 
 
-def own_saved_tensors() -> AbstractContextManager:
-    """Keeps hooks for saved tensors from around the call (an outer checkpoint) out of the capture: what a graph saves
-    stays in its pool."""
-    if top_saved_tensors_hooks(True) is None:
-        return nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-
-
 class StepGraph:
     """One captured call of one callable for one signature, whose results have no backward; see `layers.graph` for
     those that have.
@@ -190,15 +182,18 @@ class StepGraph:
         lent = [left for _, left in self._grads_after if isinstance(left, GradientBuffer)]
         self.tape.hand_out(self.results.handed_out + lent)
         if self._grads_after:
-            self.tape.arena.keep_to(self.tape)
+            self.tape.arena.kept_to = self.tape
         for output in self.results.handed_out:
             group.static[output.tensor.data_ptr()] = output.tensor
         if not self.results.with_grad:
             self.forget_autograd()
 
     def _saving(self, inside: Call) -> AbstractContextManager:
-        """In what the capture runs, which decides where autograd saves tensors."""
-        return own_saved_tensors()
+        """In what the capture runs. It keeps hooks for saved tensors from around the call (an outer checkpoint) out of
+        that: what a graph saves stays in its pool."""
+        if top_saved_tensors_hooks(True) is None:
+            return nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
     def _find_parameters(self, given: list[Tensor], identities: set[int], recorder: Follower, oldest: int) -> None:
         """Looks, within the capture, at what its results were computed from.
@@ -461,13 +456,8 @@ class Watch:
         self.unseen = [where for where in outside if where not in found_at]
         self._hooks = HookWatch(differentiated)
         self._differentiated = differentiated
-        self._watch_grads(parameters, grads, outside, backward)
-
-    def _watch_grads(
-        self, parameters: list[Tensor], grads: list[Tensor | None], outside: dict[int, Tensor], backward: bool
-    ) -> None:
-        """A gradient that was read must be the same. One that was absent must be absent again if a backward ran, and
-        one that was there but never read had been cleared inside, and may be anything."""
+        # A gradient that was read must be the same. One that was absent must be absent again if a backward ran, and one
+        # that was there but never read had been cleared inside, and may be anything.
         watched = [
             (p, g)
             for p, g in zip(parameters, grads, strict=True)

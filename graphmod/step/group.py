@@ -22,7 +22,7 @@ from graphmod.signature.modes import key_reader
 from graphmod.step.entry import Entry
 from graphmod.step.gradients import GradientBuffer, Passing
 from graphmod.step.log import Said
-from graphmod.step.tape import MOST_ARENAS, Arena, Tape
+from graphmod.step.tape import Arena, Tape
 from graphmod.torch_private import current_backward
 
 log = logging.getLogger("graphmod")
@@ -164,27 +164,16 @@ class Group:
                 found = tape
         return found
 
-    def place(self, grads_pass: bool) -> Tape | None:
-        """The tape on which a new pass may be captured now, or None where that is not safe at the moment."""
-        if grads_pass and self.eager_in_flight:
-            return None
-        return self._new_tape(1)
-
-    def new_tape_elsewhere(self) -> Tape | None:
-        """A tape in a pool in which nothing is in flight, for calls that come in an order the others do not allow."""
-        return self._new_tape(MOST_ARENAS)
-
-    def _new_tape(self, most: int) -> Tape | None:
-        """One in an idle pool, or in a new one where fewer than `most` are there for all tapes."""
+    def new_tape(self, most_arenas: int = 1) -> Tape | None:
+        """A tape for a new pass, in an idle pool, or in a new one where fewer than that are there for all tapes. None
+        where neither may be."""
         for arena in self.arenas:
-            if arena.open_to_new():
+            if not arena.in_flight and (arena.kept_to is None or arena.kept_to.dropped):
                 return Tape(arena)
-        shared = sum(arena.kept_to is None for arena in self.arenas)
-        return Tape(self.add_arena()) if shared < most else None
-
-    def add_arena(self) -> Arena:
+        if sum(arena.kept_to is None for arena in self.arenas) >= most_arenas:
+            return None
         self.arenas.append(Arena(self.backend))
-        return self.arenas[-1]
+        return Tape(self.arenas[-1])
 
     # -- will the coming backward write gradients, or accumulate? ------------------------------------------------
 

@@ -187,7 +187,8 @@ class Results:
             elif outside[place]:
                 self._pass_on(tensor, recorder, id(tensor) in held)
             else:
-                self._check(tensor)
+                if (why := not_returned(tensor)) is not None:
+                    raise CaptureRefused(why)
                 if tensor.requires_grad:
                     # Through the node also if it shares memory, so that gradients are summed up in eager's order.
                     self._parts.append(None)
@@ -237,11 +238,6 @@ class Results:
         self.passed_on.append(tensor)
         # Else another object over the same memory in each call, as the code makes it.
         self._parts.append(tensor if held or tensor.requires_grad else tensor.detach)
-
-    def _check(self, tensor: Tensor) -> None:
-        why = not_returned(tensor)
-        if why is not None:
-            raise CaptureRefused(why)
 
     def of_node(self, result: Any) -> list[Tensor]:
         """The tensors in the result of an eager call that stand where `with_grad` do."""

@@ -85,7 +85,7 @@ class Arena:
         self.captures = 0
         self.began = 0  # when its last pass did, among those of all arenas
         self.tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
-        self.kept_to: Tape | None = None
+        self.kept_to: Tape | None = None  # which leaves tensors behind (gradients) that others would overwrite
         self.awaiting: weakref.WeakSet[Any] = weakref.WeakSet()  # graphs captured in this pass, backward still to come
         self.holds_dropped = False  # whether tapes were dropped that still hold their graphs
         self._recent: list[Tape] = []
@@ -144,10 +144,3 @@ class Arena:
                 tape.owners = []
         self.holds_dropped = False
         self._recent = [t for t in self._recent if not t.dropped or any(output.held() for output in t.outputs)]
-
-    def keep_to(self, tape: Tape) -> None:
-        """Reserves the arena for a tape that leaves tensors behind (gradients) which other tapes would overwrite."""
-        self.kept_to = tape
-
-    def open_to_new(self) -> bool:
-        return not self.in_flight and (self.kept_to is None or self.kept_to.dropped)
