@@ -111,10 +111,15 @@ class _Capture:
         self._given = [tensor for tensor in self._grads if tensor is not None]
         self._buffers = buffers_for(group, graph.direct)
         shared = [buffer for buffer in self._buffers if buffer.passing]
-        passing = Loans(shared) if shared else None
-        if passing is not None and not group.passing.claim(passing):
+        claim = functools.partial(group.passing.claim, Loans(shared)) if shared else None
+        if claim is not None and not claim():
             raise CaptureRefused("leaves gradients where views of another layer's are held")
-        self._into = targets_for(self._buffers, graph.entry.adds_apart)
+        # What each gradient is added to: the buffer, or what the user put in its place; None where it overwrites it.
+        self._into: list[Tensor | None] = []
+        for buffer in self._buffers:
+            grad = buffer.parameter.grad
+            own = grad is not None and grad.data_ptr() == buffer.memory.data_ptr()
+            self._into.append(buffer.memory if own else None if graph.entry.adds_apart else grad)
         self._in_place()
         self.repeats = False
         seen = self._captured.seen
@@ -132,8 +137,7 @@ class _Capture:
             weights=[p for p in graph.parameters if address(part(p)) in seen.read],
             guards=guards or None,
             held=held,
-            passing=passing,
-            passed=group.passing,
+            claim=claim,
         )
 
     def discard(self) -> None:
@@ -186,10 +190,7 @@ class _Capture:
                 found[position] = place
             return instead[position]
 
-        hooks = [
-            _Hook(graph.stand_ins.get(id(parameter), parameter), functools.partial(arrived, position))
-            for position, parameter in enumerate(graph.direct)
-        ]
+        hooks = [functools.partial(arrived, position) for position in range(len(graph.direct))]
         pool, generators = graph.tape.arena.pool, graph.recording.generators
         self._captured, _ = group.backend.capture(run, pool, self._given, generators)
         first = {place.index: position for position, place in reversed(list(enumerate(found))) if place is not None}
@@ -227,11 +228,14 @@ class _Capture:
             raise CaptureRefused(USES_UP)
         self._steps = steps
 
-    def _differentiate(self, undo: Undo, hooks: Sequence[_Hook] = ()) -> Any:
+    def _differentiate(self, undo: Undo, hooks: Sequence[Callable] = ()) -> Any:
+        """Differentiates, with gradient hooks of the direct parameters, or of what stands in for them."""
         graph = self._graph
         self._notes = undo.enter(noting())
-        for hook in hooks:
-            undo.enter(hook)
+        for parameter, hook in zip(graph.direct, hooks, strict=False):
+            end = graph.stand_ins.get(id(parameter), parameter)
+            undo.then(functools.partial(_remove_hooks, end))
+            end.register_hook(hook)
         self.repeats = bool(self._steps)
         inputs = [item.tensor for item in graph.inputs]
         return graph.differentiate(graph.results.retained, inputs, self._grads, graph.direct, graph.edges)
@@ -268,25 +272,11 @@ def _follower() -> Follower:
     return follower
 
 
-class _Hook:
-    """A gradient hook of a tensor that has no others.
-
-    Args:
-        tensor: a parameter, or a view that stands in for one.
-        hook: gets the gradient, or None where there is none; returns what takes its place.
-    """
-
-    def __init__(self, tensor: Tensor, hook: Callable[[Tensor | None], Tensor | None]) -> None:
-        self._tensor, self._hook = tensor, hook
-
-    def __enter__(self) -> None:
-        self._tensor.register_hook(self._hook)
-
-    def __exit__(self, *raised: object) -> None:
-        hooks = self._tensor._backward_hooks
-        if hooks is not None:
-            hooks.clear()  # which the node that made a view goes on with
-        self._tensor._backward_hooks = None
+def _remove_hooks(tensor: Tensor, _: BaseException | None) -> None:
+    """Removes the gradient hooks of a tensor that has none but ours."""
+    if tensor._backward_hooks is not None:
+        tensor._backward_hooks.clear()  # which the node that made a view goes on with
+    tensor._backward_hooks = None
 
 
 def _there(grad: Tensor) -> Tensor:
@@ -325,20 +315,6 @@ def buffers_for(group: Group, parameters: list[Tensor]) -> list[GradientBuffer]:
         group.gradients[id(parameter)] = buffer
         buffers.append(buffer)
     return buffers
-
-
-def targets_for(buffers: list[GradientBuffer], apart: bool) -> list[Tensor | None]:
-    """What a captured backward adds each gradient to; None where it overwrites the buffer.
-
-    Args:
-        apart: gradients that the user put in place are added to outside of the graph.
-    """
-    found: list[Tensor | None] = []
-    for buffer in buffers:
-        grad = buffer.parameter.grad
-        own = grad is not None and grad.data_ptr() == buffer.memory.data_ptr()
-        found.append(buffer.memory if own else None if apart else grad)
-    return found
 
 
 def store(

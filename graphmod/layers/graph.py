@@ -37,7 +37,7 @@ from graphmod.signature.modes import entered_again
 from graphmod.step.buffers import StaticInput, StaticOutput, without_history
 from graphmod.step.context import Context
 from graphmod.step.entry import Entry
-from graphmod.step.gradients import GradientBuffer, Loans, Passing, Whole, is_split, part
+from graphmod.step.gradients import GradientBuffer, Loans, Whole, is_split, part
 from graphmod.step.graph import StepGraph
 from graphmod.step.recording import Recording
 from graphmod.step.tape import Arena, Tape
@@ -408,7 +408,7 @@ class BackwardGraph:
         accumulated: those of gradients that it adds to, each with what it adds to: the buffer's memory, or a tensor
             that the user had put in place.
         parameters, loans: those of `written`.
-        passing, passed: those of `written` whose memory other graphs write, too, and what says who may.
+        claim: asks for the memory of those of `written` that other graphs write, too; None where there are none.
         guards: what its code read; None where it reads nothing.
         held: what it reads by address besides what it is given and what the forward reads.
         apart: whether it was captured with gradients there that the user had put in place, to which the buffers were
@@ -425,8 +425,7 @@ class BackwardGraph:
     weights: list[Tensor]
     guards: Guards | None
     held: list[Tensor]
-    passing: Loans | None
-    passed: Passing
+    claim: Callable[[], bool] | None
 
     def __post_init__(self) -> None:
         self._any_split = any(map(is_split, self.weights))
@@ -483,7 +482,7 @@ class BackwardGraph:
             Exception: whatever the launch raised; the gradients are in their places.
         """
         copied = 0
-        if self.passing is not None and not self.passed.claim(self.passing):
+        if self.claim is not None and not self.claim():
             raise GradientsExchanged("views of another layer's gradient are held, which this torch cannot move")
         for index, buffer in self.copied:
             grad = grads[index]
