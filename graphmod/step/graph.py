@@ -114,10 +114,8 @@ class StepGraph:
             reason = passed.changed() or passed.returned(result) or unlike_eager(self.inputs, call.leaves, recorder)
             if reason is not None:
                 raise CaptureRefused(reason)
-            originals = {id(view): view._base for view in self.stand_ins.values() if view._base is not None}
             held = {*map(id, owned), *(id(tensor) for _, _, tensor in guards.slots)}
-            clone, returned = context.config.clone_outputs, recording.returned
-            self.results = Results(result, given, recorder, entry, returned, originals, held, clone)
+            self.results = Results(self, result, given, recorder, held)
             self._find_parameters(given, identities, recorder, oldest)
 
         enabled = torch.is_grad_enabled()
@@ -139,13 +137,8 @@ class StepGraph:
             changed = guards.moved() or guards.changed(gradients=False)
             if changed is not None:
                 raise CaptureRefused(f"changes its own state as it runs, {NOT_REPLAYED}: {changed}")
-            differentiated = owned if recording.backward else self.parameters
             seen = captured.seen
-            last = len(seen.trace) if seen.first_write is None else seen.first_write
-            early = [tensor for where, tensor in seen.outside.items() if seen.first_seen.get(where, last) <= last]
-            # Kernels that the recorder cannot see may read any of the others.
-            early += [tensor for tensor in guards.tensors if address(tensor) not in seen.outside]
-            self.watch = Watch(guards, seen.outside, owned, grads, seen.backward, differentiated, early)
+            self.watch = Watch(guards, seen, owned, grads, owned if recording.backward else self.parameters)
             refuse_unseen(seen, self.watch.unseen)
             if context.agreement is not None and not context.agreement.captured(True):
                 raise CaptureRefused(ELSEWHERE)
@@ -426,30 +419,31 @@ class Watch:
 
     Args:
         guards: of the recorded call.
-        outside: address -> tensor, what the capture read without being given it; held from now on.
+        seen: the record of the capture; what that read without being given it is held from now on.
         parameters: leaf tensors whose `.grad` the capture may have read or set.
         grads: their gradients before the capture.
-        backward: whether a backward pass ran inside the capture.
         differentiated: the leaf tensors whose gradients the graph computes, or leaves behind.
-        early: the tensors that it may read before it changes any.
 
     Attributes:
-        unseen: the addresses of `outside` to which no guard leads, so that what takes their place goes unnoticed.
+        unseen: the addresses of tensors from outside to which no guard leads, so that what takes their place goes
+            unnoticed.
     """
 
     def __init__(
         self,
         guards: Guards,
-        outside: dict[int, Tensor],
+        seen: Follower,
         parameters: list[Tensor],
         grads: list[Tensor | None],
-        backward: bool,
         differentiated: list[Tensor],
-        early: list[Tensor],
     ) -> None:
-        self._guards = guards
+        self._guards, outside = guards, seen.outside
         self.held = list(outside.values())
-        self._early = early
+        # What may be read before anything that lasts is changed. Kernels that the recorder cannot see may read whatever
+        # it does not know.
+        last = len(seen.trace) if seen.first_write is None else seen.first_write
+        self._early = [tensor for where, tensor in outside.items() if seen.first_seen.get(where, last) <= last]
+        self._early += [tensor for tensor in guards.tensors if address(tensor) not in outside]
         self._early_at = list(map(_data_ptr, self._early))
         found_at = {address(tensor) for tensor in guards.tensors}
         found_at.update(address(part(grad)) for grad in grads if grad is not None)
@@ -461,7 +455,7 @@ class Watch:
         watched = [
             (p, g)
             for p, g in zip(parameters, grads, strict=True)
-            if (backward if g is None else address(part(g)) in outside)
+            if (seen.backward if g is None else address(part(g)) in outside)
         ]
         self._with_grads = [p for p, _ in watched]
         self._grads = [g for _, g in watched]

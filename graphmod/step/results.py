@@ -126,13 +126,10 @@ class Results:
     """The results of one captured call.
 
     Args:
+        graph: the `StepGraph` whose they are.
         result: what the captured code returned.
         given: the static tensors it was given.
-        entry: the signature it belongs to.
-        returned: the outline of what the recorded call returned.
-        stood_in: view (by identity) -> the parameter it stood for in the capture.
         held: the identities of the tensors that what is called holds as they are.
-        clone: hand out copies.
 
     Attributes:
         with_grad: those that require grad, in the order in which autograd sees them.
@@ -146,21 +143,14 @@ class Results:
     """
 
     def __init__(
-        self,
-        result: Flat,
-        given: list[Tensor],
-        recorder: Follower,
-        entry: Entry,
-        returned: tuple,
-        stood_in: dict[int, Tensor],
-        held: Collection[int],
-        clone: bool,
+        self, graph: Any, result: Flat, given: list[Tensor], recorder: Follower, held: Collection[int]
     ) -> None:
+        entry: Entry = graph.entry
         self._structure = result.structure
         reason = not_to_be_made_again(self._structure)
         if reason is not None:
             raise CaptureRefused(reason)
-        if outline(result) != returned:
+        if outline(result) != graph.recording.returned:
             raise CaptureRefused(
                 "returns other values, or tensors of other kinds, than in the call before, which a graph would freeze; "
                 "return them as tensors"
@@ -175,7 +165,8 @@ class Results:
         of_copies: set[int] = set()
         places = {id(static): index for index, static in enumerate(given)}
         of_argument = {address(static): index for index, static in enumerate(given) if address(static)}
-        tensors = [stood_in.get(id(leaf), leaf) for leaf in result.leaves]
+        originals = {id(view): view._base for view in graph.stand_ins.values() if view._base is not None}
+        tensors = [originals.get(id(leaf), leaf) for leaf in result.leaves]
         of_none = [address(tensor) not in of_argument for tensor in tensors]
         outside = [none and self._is_outside(tensor, recorder) for none, tensor in zip(of_none, tensors, strict=True)]
         free = [none and not out for none, out in zip(of_none, outside, strict=True)]
@@ -212,7 +203,7 @@ class Results:
             output.copied = index in of_copies
         for output in self.handed_out:  # what the graph holds for all its replays is not the caller's to change
             output.copied = output.copied or address(output.tensor) in recorder.kept_at
-        self._clone = clone or entry.copies_out
+        self._clone = graph.context.config.clone_outputs or entry.copies_out
         # The usual case of a layer: one tensor, handed out as it is.
         self._sole = self._structure.__class__ is Leaf and len(self.handed_out) == 1 and not self._clone
         self._sole = self._sole and not self.handed_out[0].copied
