@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from graphmod.torch_private import any_autocast, backward_threads, frames_compil
 from graphmod.trace import dispatch
 from graphmod.trace.garbage import no_garbage_collection
 from graphmod.trace.host_draws import HostDraws
-from graphmod.trace.recorder import Recorder
+from graphmod.trace.recorder import Recorder, Script
 from graphmod.trace.undo import Undo, is_interrupt, undoing
 
 BACKWARD_OUTSIDE = (
@@ -41,6 +42,7 @@ class keeping_none:
         torch.set_autocast_cache_enabled(self._before)
 
 
+@dataclass(eq=False, repr=False)
 class Recording:
     """What one recorded call showed.
 
@@ -61,32 +63,23 @@ class Recording:
         captured: whether a capture of it was tried, which costs no attempt besides its own.
     """
 
-    def __init__(
-        self,
-        seen: Recorder,
-        guards: Guards,
-        returned: tuple,
-        refused: str | None,
-        seconds: float,
-        settles: bool,
-        functions: Any,
-    ) -> None:
-        assert seen.script is not None, "whoever records has one"
-        self.script = seen.script
-        self.host_draws = HostDraws(seen.on_gpu) if seen.host_draws is None else seen.host_draws
-        self.generators = seen.generators
-        self.backward = seen.backward
-        self.random = seen.random
-        self.communicates = seen.collectives > 0
-        self.guards = guards
-        self.returned = returned
-        self.refused = refused
-        self.seconds = seconds
-        self.settles = settles
-        self.differentiable = any(requires_grad for _, _, requires_grad, *_ in returned[1])
-        self.functions = functions
-        self.its_backward: Any = None
-        self.captured = False
+    script: Script
+    host_draws: HostDraws
+    generators: list[torch.Generator]
+    backward: bool
+    random: bool
+    communicates: bool
+    guards: Guards
+    returned: tuple
+    refused: str | None
+    seconds: float
+    settles: bool
+    functions: Any
+    its_backward: Any = None
+    captured: bool = False
+
+    def __post_init__(self) -> None:
+        self.differentiable = any(requires_grad for _, _, requires_grad, *_ in self.returned[1])
 
 
 def record(call: Call, gpu: int | None, *roots: Any) -> Recording:
@@ -104,9 +97,21 @@ def record(call: Call, gpu: int | None, *roots: Any) -> Recording:
     refused = refused or given.changed() or given.returned(call.result) or not_to_be_made_again(returned[0])
     refused = refused or what_changed(notes)
     guards = Guards(notes, recorder.backward)
-    settles = recorder.compiles or frames_compiled() != compiled or imports(notes)
-    seconds = time.perf_counter() - began
-    return Recording(recorder, guards, returned, refused, seconds, settles, notes.ages.functions)
+    assert recorder.script is not None and recorder.host_draws is not None, "whoever records has them"
+    return Recording(
+        recorder.script,
+        recorder.host_draws,
+        recorder.generators,
+        recorder.backward,
+        recorder.random,
+        recorder.collectives > 0,
+        guards,
+        returned,
+        refused,
+        seconds=time.perf_counter() - began,
+        settles=recorder.compiles or frames_compiled() != compiled or imports(notes),
+        functions=notes.ages.functions,
+    )
 
 
 def watch(
