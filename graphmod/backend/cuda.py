@@ -107,7 +107,7 @@ class CudaCapture:
         elif seen.written or seen.inputs_written or seen.collectives:
             self.start, self.finish = None, self.replay
         else:
-            self.start, self.finish = launches[0], _nothing
+            self.start, self.finish = launches[0], lambda: None
 
     def before(self, tensors: list[Tensor]) -> list[Tensor]:
         """Copies of what tensors from outside were before the capture, while its first replay is still to come."""
@@ -115,10 +115,6 @@ class CudaCapture:
 
     def discard(self) -> None:
         """Nothing to undo: capturing ran nothing."""
-
-
-def _nothing() -> None:
-    pass
 
 
 def _do_all(launches: list[Callable[[], None]]) -> None:

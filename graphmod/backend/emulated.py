@@ -205,7 +205,7 @@ def _waiting(run: Callable) -> Callable:
         result = run(*args, **kwargs)
         for one in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(one, torch.ScriptObject):
-                _work(one).wait()
+                Work.unbox(one).wait()
             elif isinstance(one, Tensor):
                 functional_collectives.wait_tensor(one)  # does nothing with what nobody waits for
         return result
@@ -224,11 +224,11 @@ class _Messages:
     def send(self, run: Callable, tensors: list[Tensor], *others: Any) -> None:
         """Sends what tensors are now."""
         tensors = [one.clone() for one in tensors]
-        self._going.append((_work(run(tensors, *others)), tensors))
+        self._going.append((Work.unbox(run(tensors, *others)), tensors))
 
     def receive(self, run: Callable, tensors: list[Tensor], *others: Any) -> None:
         """Begins to receive into these tensors."""
-        self._coming.append((_work(run(tensors, *others)), _memory_of(tensors)))
+        self._coming.append((Work.unbox(run(tensors, *others)), _memory_of(tensors)))
 
     def of(self, name: str) -> Callable | None:
         """What repeats an operator, by the name in its schema, if it is one of these."""
@@ -249,10 +249,6 @@ class _Messages:
         for work, _ in (*self._coming, *self._going):
             work.wait()
         self._coming, self._going = [], []
-
-
-def _work(handle: torch.ScriptObject) -> Any:
-    return Work.unbox(handle)
 
 
 def _memory_of(values: Iterable[Any]) -> set[int]:

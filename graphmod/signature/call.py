@@ -52,33 +52,23 @@ class Call:
         result: what it gave, once it was made without a graph and somebody asks for more than to return that.
     """
 
-    __slots__ = ("_flat", "_leaves", "args", "function", "kwargs", "result")
-
     def __init__(self, function: Callable, args: tuple, kwargs: dict) -> None:
         self.function, self.args, self.kwargs = function, args, kwargs
-        self._leaves: list[Tensor] | None = None
-        self._flat: Flat | None = None
         self.result: Any = None
 
     def __call__(self) -> Any:
         """Makes it."""
         return self.function(*self.args, **self.kwargs)
 
-    @property
+    @functools.cached_property
     def flat(self) -> Flat:
         """Its arguments, `(args, kwargs)`, taken apart."""
-        if self._flat is None:
-            self._flat = Flat((self.args, self.kwargs))
-        return self._flat
+        return Flat((self.args, self.kwargs))
 
-    @property
+    @functools.cached_property
     def leaves(self) -> list[Tensor]:
         """Its tensor arguments, in the order of `flatten`; set by whoever knows them without taking all apart."""
-        return self.flat.leaves if self._leaves is None else self._leaves
-
-    @leaves.setter
-    def leaves(self, leaves: list[Tensor]) -> None:
-        self._leaves = leaves
+        return self.flat.leaves
 
     @property
     def names(self) -> list[str]:
@@ -124,13 +114,10 @@ class Given:
         for index, tensor in enumerate(self._before.leaves):
             asked = type(tensor) in PLAIN_TENSORS and tensor.requires_grad and torch.is_grad_enabled()
             if asked and not is_stale(tensor):
-                note = functools.partial(self._went_beyond, index)
+                note = functools.partial(lambda which, _: self._beyond.add(which), index)
                 node = get_gradient_edge(tensor).node  # held, because nobody else may hold that of a leaf
                 self._handles.append((node, node.register_prehook(note)))
         return self
-
-    def _went_beyond(self, which: int, _: Any) -> None:
-        self._beyond.add(which)
 
     def _name(self, identity: int) -> str:
         """The name of the argument that holds an object."""

@@ -7,6 +7,7 @@ would not exist. `mode_key` runs in every call, so it asks PyTorch's C functions
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -40,9 +41,14 @@ def _backend(device_type: str) -> str:
     return "cuda" if device_type == "cuda" else "mkldnn"
 
 
-def _reader(device_type: str) -> Callable[[], tuple]:
-    """What makes the key on a device. It is written out as one expression, because loops and calls of Python functions
-    cost more than all the C functions together."""
+@functools.cache
+def key_reader(device_type: str) -> Callable[[], tuple]:
+    """What tells the modes that the present call runs in, for code that works on `cuda` or on `cpu`: a hashable key.
+    Where its part `FOREIGN` is no None, the call must be eager: it says why.
+
+    It is written out as one expression, because loops and calls of Python functions cost more than all the C functions
+    together.
+    """
     on_gpu = device_type == "cuda"
     read = [*SETTINGS_OF_ANY_DEVICE.values(), *(SETTINGS_OF_CUDA if on_gpu else SETTINGS_OF_CPU).values()]
     names: dict[str, Any] = {f"read{index}": function for index, function in enumerate(read)}
@@ -65,19 +71,6 @@ def _reader(device_type: str) -> Callable[[], tuple]:
         f"default_device() if function_modes() else None, {settings})"
     )
     return eval(f"lambda: {key}", vars(private) | names)
-
-
-_readers: dict[str, Callable[[], tuple]] = {}
-
-
-def key_reader(device_type: str) -> Callable[[], tuple]:
-    """What tells the modes that the present call runs in, for code that works on `cuda` or on `cpu`: a hashable key.
-
-    Where its part `FOREIGN` is no None, the call must be eager: it says why.
-    """
-    if device_type not in _readers:
-        _readers[device_type] = _reader(device_type)
-    return _readers[device_type]
 
 
 def mode_key(device_type: str) -> tuple:

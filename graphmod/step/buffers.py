@@ -21,9 +21,6 @@ from graphmod.torch_private import from_dlpack, storage_uses, to_dlpack
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Follower
 
-_use_count = storage_uses
-_to_dlpack, _from_dlpack = to_dlpack, from_dlpack
-
 
 def mark_static(tensor: Tensor) -> Tensor:
     """Tells graphs that `tensor` keeps its address for as long as they live, so that they read it where it is.
@@ -216,7 +213,7 @@ class StaticOutput:
 
     def _holders(self) -> int:
         """Who shares the storage of the last result, besides this object."""
-        return _use_count(self._storage._cdata) - (2 if self._twin is None else 3)
+        return storage_uses(self._storage._cdata) - (2 if self._twin is None else 3)
 
     def held(self) -> bool:
         """Whether somebody still holds the last handed-out result."""
@@ -258,7 +255,7 @@ def can_swap() -> bool:
 
 def storage_over(tensor: Tensor) -> Tensor:
     """A tensor over the same memory, which it keeps alive, with a storage of its own."""
-    return _from_dlpack(_to_dlpack(tensor)) if tensor.numel() else torch.empty_like(tensor)
+    return from_dlpack(to_dlpack(tensor)) if tensor.numel() else torch.empty_like(tensor)
 
 
 def swap_for_copy(storage: Any, device: torch.device) -> None:

@@ -257,7 +257,7 @@ class Entry:
         self.graphs.append(graph)
         self.needs_grad = bool(graph.results.with_grad)
         if not self.needs_grad:
-            self.succeeded()
+            self.account.failures = 0
 
     def lose(self, graph: Any, why: str) -> None:
         """Takes in that a graph was dropped."""
@@ -270,9 +270,6 @@ class Entry:
         self.replays += 1
         if succeeded:
             self.account.failures = 0
-
-    def succeeded(self) -> None:
-        self.account.failures = 0
 
     def copy_out(self) -> None:
         """From now on results are copied: they are held in a way that does not let them be moved."""

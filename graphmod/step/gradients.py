@@ -9,6 +9,7 @@ which one is made again. Their gradients go through autograd, which accumulates 
 
 from __future__ import annotations
 
+import functools
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable
@@ -23,7 +24,7 @@ from graphmod.step.entry import Entry
 from graphmod.torch_private import is_traceable_wrapper_subclass, storage_uses
 from graphmod.trace.operations import address
 
-_use_count, _data_ptr = storage_uses, torch.Tensor.data_ptr
+_data_ptr = torch.Tensor.data_ptr
 _tensor, _where = operator.attrgetter("tensor"), operator.attrgetter("where")
 
 
@@ -71,7 +72,7 @@ class GradientBuffer:
             return True
         alone = _counts()
         most = alone.as_gradient if self.parameter.grad is self.tensor else alone.references
-        return _references(self) > most or _use_count(self.where) > alone.uses
+        return _references(self) > most or storage_uses(self.where) > alone.uses
 
     def evacuate(self, for_another: bool = False) -> bool:
         """Moves what is held to memory of its own.
@@ -91,7 +92,7 @@ class GradientBuffer:
         with torch.no_grad():
             if can_swap():
                 swap_for_copy(self._storage, self.memory.device)
-            elif self._part is not None or _use_count(self.where) > _counts().uses - elsewhere:
+            elif self._part is not None or storage_uses(self.where) > _counts().uses - elsewhere:
                 return False
             elif not elsewhere:
                 self.tensor.data = self.tensor.detach().clone()
@@ -130,18 +131,14 @@ def _references(buffer: GradientBuffer) -> int:
     return max(map(getrefcount, tensors))
 
 
-_counted: list[_Counts] = []
-
-
+@functools.cache
 def _counts() -> _Counts:
     """How often torch itself counts, which differs from version to version."""
-    if not _counted:
-        with torch.inference_mode(False), torch.no_grad():
-            buffer = GradientBuffer(nn.Parameter(torch.zeros(1)), torch.zeros(1))
-            alone = _references(buffer)
-            buffer.parameter.grad = buffer.tensor
-            _counted.append(_Counts(alone, _references(buffer), _use_count(buffer.where)))
-    return _counted[0]
+    with torch.inference_mode(False), torch.no_grad():
+        buffer = GradientBuffer(nn.Parameter(torch.zeros(1)), torch.zeros(1))
+        alone = _references(buffer)
+        buffer.parameter.grad = buffer.tensor
+        return _Counts(alone, _references(buffer), storage_uses(buffer.where))
 
 
 class Loans:
@@ -161,14 +158,14 @@ class Loans:
     def free(self) -> list[Tensor] | None:
         """What is to be `.grad`, where nothing is now; None where somebody holds one of the gradients before, or has
         given it other memory."""
-        alone = _counted[0] if _counted else _counts()
+        alone = _counts()
         tensors = list(map(_tensor, self._buffers))
         most = len(tensors)
         if list(map(getrefcount, tensors)).count(alone.references) != most:
             return None
         if list(map(_data_ptr, tensors)) != self._memory:
             return None
-        return tensors if list(map(_use_count, map(_where, self._buffers))).count(alone.uses) == most else None
+        return tensors if list(map(storage_uses, map(_where, self._buffers))).count(alone.uses) == most else None
 
     def evacuate(self) -> bool:
         """Moves all that is held, so that the memory may be other parameters' gradients; see `GradientBuffer`."""
