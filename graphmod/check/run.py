@@ -36,7 +36,7 @@ from graphmod.guards.guards import Guards
 from graphmod.guards.hooks import without_gradient_hooks
 from graphmod.guards.notes import Notes
 from graphmod.guards.values import Cell, describe, dict_of, is_plain
-from graphmod.layers.recorded import BackwardOfCall, for_plain_backwards, nodes_of
+from graphmod.layers.recorded import BackwardOfCall, for_plain_backwards
 from graphmod.ranks.data_parallel import Borrowed
 from graphmod.signature.call import Call
 from graphmod.signature.flattening import unrepeatable
@@ -44,7 +44,7 @@ from graphmod.signature.modes import FOREIGN, difference, key_reader
 from graphmod.step.context import Surroundings
 from graphmod.step.recording import watch
 from graphmod.step.results import not_returned, not_to_be_made_again, outline
-from graphmod.torch_private import current_node, next_sequence_number
+from graphmod.torch_private import current_node
 from graphmod.trace.garbage import no_garbage_collection
 from graphmod.trace.lines import is_users
 from graphmod.trace.operations import is_stale
@@ -128,7 +128,6 @@ class Part:
             )
         if modes[FOREIGN] is not None:
             self._add("the call", f"{modes[FOREIGN]}, and code under that is never captured", _KEEP_OUT)
-        oldest = next_sequence_number()
         recorder, notes, given = watch(call, gpu, self.root, before_collective=self._before_collective)
         result = call.result
         changed = given.changed()
@@ -155,17 +154,13 @@ class Part:
         if not_averaged is not None:
             self._add("DistributedDataParallel", not_averaged, "use its defaults, or call it without graphs")
         if result.differentiable:
-            self._watch_backward(call, gpu, oldest)
+            self._watch_backward(call, gpu)
         return result.value
 
-    def _watch_backward(self, call: Call, gpu: int | None, oldest: int) -> None:
-        """Differentiates the result as the capture of a backward does: gradients come out, and nothing takes them.
-
-        Args:
-            oldest: see `watch_backward`.
-        """
+    def _watch_backward(self, call: Call, gpu: int | None) -> None:
+        """Differentiates the result as the capture of a backward does: gradients come out, and nothing takes them."""
         outputs, leaves = call.result.differentiable, call.leaves
-        plain = for_plain_backwards(nodes_of(outputs, leaves, oldest)[0])
+        plain = for_plain_backwards(call)
         if plain is not None:
             self._add_said(plain, backward=True)
             return
@@ -180,7 +175,7 @@ class Part:
         if not wanted or not outputs:
             return
         recorder = Recorder([*outputs, *grads], gpu=gpu, before_collective=self._before_collective)
-        found = BackwardOfCall(outputs, leaves, oldest, lambda _: None)
+        found = BackwardOfCall(call, outputs, lambda _: None)
         before = [parameter.grad for parameter in parameters]
         with contextlib.ExitStack() as watching:
             watching.enter_context(no_garbage_collection())

@@ -12,7 +12,7 @@ from torch import Tensor
 from graphmod.guards.hooks import several_hooks
 from graphmod.layers.graph import DRAWS, LayerGraph, Ticket, draws_anew
 from graphmod.layers.node import InTurn, apply_replayed
-from graphmod.layers.recorded import RecordedBackward, for_plain_backwards, nodes_of, watch_backward
+from graphmod.layers.recorded import RecordedBackward, for_plain_backwards, watch_backward
 from graphmod.layers.uses import Block, block_of_now, casts_of_its_own, learn_casts, learn_uses, shares_casts
 from graphmod.ranks.fully_shard import reads_parts
 from graphmod.signature.call import Call
@@ -73,24 +73,20 @@ class LayerContext(Context):
     def own_casts(self, entry: Entry) -> AbstractContextManager:
         return casts_of_its_own(self, entry)
 
-    def refuses(self, call: Call, recording: Recording, oldest: int) -> str | None:
+    def refuses(self, call: Call, recording: Recording) -> str | None:
         recording.its_backward = RecordedBackward(recording.functions)
-        outputs = call.result.differentiable
         if recording.random and draws_anew():
             return DRAWS
-        if recording.communicates and outputs and reads_parts(recording.guards.tensors):
+        if recording.communicates and call.result.differentiable and reads_parts(recording.guards.tensors):
             return COMMUNICATES
-        return for_plain_backwards(nodes_of(outputs, call.leaves, oldest)[0])
+        return for_plain_backwards(call)
 
-    def learn_uses(self, entry: Entry, call: Call, recording: Recording, oldest: int) -> None:
-        returned = call.result.seen  # these the caller may use as he likes, which `LayerGraph` sees to
-        others = [one for one in self.around.parameters if id(one) not in returned]
-        outputs = call.result.differentiable
-        learn_uses(entry, call.leaves, outputs, others, self.group.share)
-        if recording.refused is None and outputs:
-            watch_backward(self, entry, recording, call, oldest)
+    def learn_uses(self, entry: Entry, call: Call, recording: Recording) -> None:
+        learn_uses(self, entry, call)
+        if recording.refused is None and call.result.differentiable:
+            watch_backward(self, entry, recording, call)
         if entry.keeps_casts:
-            learn_casts(self, entry, call.leaves, outputs, oldest)
+            learn_casts(self, entry, call)
             entry.cast_apart(once=entry.casts_once and not recording.guards.compiled)
 
     def awaits_backward(self, entry: Entry, recording: Recording) -> bool:
@@ -103,9 +99,9 @@ class LayerContext(Context):
             return True
         return False
 
-    def eager_result(self, entry: Entry, call: Call, recording: Recording | None = None, oldest: int = 0) -> Any:
+    def eager_result(self, entry: Entry, call: Call, recording: Recording | None = None) -> Any:
         if recording is not None and recording.its_backward.watched_for:
-            watch_backward(self, entry, recording, call, oldest)
+            watch_backward(self, entry, recording, call)
         for tensor in call.result.differentiable[:1]:
             if entry.expect_backward() and not self.group.busy:
                 self.group.begin_pass()

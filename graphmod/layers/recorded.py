@@ -133,8 +133,8 @@ class BackwardOfCall:
     """The backward of one eager call, which is watched as it comes; see `backwards.Watched`.
 
     Args:
-        outputs: the results that have a backward; given: the tensor arguments.
-        oldest: see `watch_backward`.
+        call: has its result.
+        outputs: those of its results that may have a backward.
         finish: called with this when it is over.
         functions: see `RecordedBackward`.
 
@@ -150,9 +150,8 @@ class BackwardOfCall:
 
     def __init__(
         self,
+        call: Call,
         outputs: Iterable[Tensor],
-        given: Iterable[Tensor],
-        oldest: int,
         finish: Callable[[BackwardOfCall], None],
         functions: Functions = (),
     ) -> None:
@@ -168,7 +167,7 @@ class BackwardOfCall:
         self.hooked: set[int] = set()
         self._finish = finish
         self._handles: list[Any] = []
-        nodes, accumulators = nodes_of(outputs, given, oldest)
+        nodes, accumulators = _nodes_of(call, outputs)
         made = [tensor for tensor in outputs if tensor.grad_fn in nodes]
         self.given = [False] * len(made)
         for node in nodes:
@@ -245,13 +244,12 @@ class BackwardOfCall:
         self._finish(self)
 
 
-def watch_backward(context: Context, entry: Entry, recording: Recording, call: Call, oldest: int) -> None:
+def watch_backward(context: Context, entry: Entry, recording: Recording, call: Call) -> None:
     """Has the backward of an eager call judged, when it comes.
 
     Args:
         recording: of the state that the call was made in.
         call: has its result.
-        oldest: the least sequence number that a node of the call has.
     """
 
     def judge(seen: BackwardOfCall) -> None:
@@ -271,31 +269,27 @@ def watch_backward(context: Context, entry: Entry, recording: Recording, call: C
         context.drop(*tapes, why=refused)
         context.failed(entry, CaptureRefused(refused), "its backward")
 
-    outputs, functions = call.result.differentiable, recording.its_backward.functions
-    BackwardOfCall(outputs, call.leaves, oldest, judge, functions)
+    BackwardOfCall(call, call.result.differentiable, judge, recording.its_backward.functions)
 
 
-def nodes_of(outputs: Iterable[Tensor], given: Iterable[Tensor], oldest: int) -> tuple[set[Node], list[Node]]:
-    """The nodes of autograd's graph that a call has made, and those behind them that accumulate gradients.
-
-    Args:
-        outputs, given, oldest: see `BackwardOfCall`.
-    """
+def _nodes_of(call: Call, outputs: Iterable[Tensor]) -> tuple[set[Node], list[Node]]:
+    """The nodes of autograd's graph that a call has made for some results, and those behind them that accumulate
+    gradients."""
     with torch.enable_grad():
-        ends = {get_gradient_edge(tensor).node for tensor in given if tensor.requires_grad}
+        ends = {get_gradient_edge(tensor).node for tensor in call.leaves if tensor.requires_grad}
     found, accumulators = set(), []
-    for node in nodes_behind(outputs, ends, lambda node: node._sequence_nr() >= oldest):
+    for node in nodes_behind(outputs, ends, lambda node: node._sequence_nr() >= call.oldest):
         if hasattr(node, "variable"):
             accumulators.append(node)
-        elif node._sequence_nr() >= oldest:
+        elif node._sequence_nr() >= call.oldest:
             found.add(node)
     return found, accumulators
 
 
-def for_plain_backwards(nodes: Iterable[Node]) -> str | None:
-    """Why nobody may ask for single gradients by way of some nodes, or None: code in one of their backwards asks
-    autograd whether it is part of a plain `.backward()`, and raises if not."""
-    for node in nodes:
+def for_plain_backwards(call: Call) -> str | None:
+    """Why nobody may ask for single gradients by way of a call that was made, or None: code in one of its backwards
+    asks autograd whether it is part of a plain `.backward()`, and raises if not."""
+    for node in _nodes_of(call, call.result.differentiable)[0]:
         function = getattr(getattr(type(node), "_forward_cls", None), "backward", None)
         code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
         if code is not None and "_is_checkpoint_valid" in code.co_names:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from graphmod.signature.call import Call
 from graphmod.step.context import Context
 from graphmod.step.entry import Entry
 from graphmod.step.gradients import alike, part
@@ -79,27 +80,19 @@ def times(uses: Uses) -> int:
     return sum(map(len, uses.values()))
 
 
-def learn_uses(
-    entry: Entry,
-    leaves: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    parameters: Sequence[Tensor],
-    share: Callable[[list[Tensor]], None],
-) -> None:
-    """Lets an entry know in the backward of an eager call which arguments and parameters code outside uses too: those
-    for which autograd has more, or something else, than the sum of what the call gives, or nothing but zeros, which
-    tell nothing. Parameters as arguments are taken to be used outside: mostly they are, and always by the next call.
-
-    Args:
-        leaves: the tensor arguments of the call; outputs: its results that have a backward.
-        parameters: what it may read besides; `share` is called with each that others use.
-    """
+def learn_uses(context: Context, entry: Entry, call: Call) -> None:
+    """Shows, in the backward of an eager call, which arguments and parameters code outside uses too: those for which
+    autograd has more, or something else, than the sum of what the call gives, or nothing but zeros, which tell nothing.
+    Parameters as arguments are taken to be used outside: mostly they are, and always by the next call."""
+    leaves, outputs = call.leaves, call.result.differentiable
+    # Those that are returned the caller may use as he likes, which `LayerGraph` sees to.
+    parameters = [one for one in context.around.parameters if id(one) not in call.result.seen]
     trained = [parameter for parameter in parameters if parameter.requires_grad] if outputs else []
     with torch.enable_grad():
         ends = {place: get_gradient_edge(parameter) for place, parameter in enumerate(trained)}
     for place, uses in uses_of(ends, outputs).items():
         if uses:
-            Sum(uses, ends[place], functools.partial(share, [trained[place]]))
+            Sum(uses, ends[place], functools.partial(context.group.share, [trained[place]]))
     edges = {
         index: get_gradient_edge(leaf)
         for index, leaf in enumerate(leaves)
@@ -340,16 +333,12 @@ def _stay_eager(context: Context, entry: Entry) -> None:
     context.log_once(f"{context.name!r} stays eager: {entry.reason}. {_REMEDY}", key="casts")
 
 
-def learn_casts(context: Context, entry: Entry, given: Sequence[Tensor], outputs: Sequence[Tensor], began: int) -> None:
+def learn_casts(context: Context, entry: Entry, call: Call) -> None:
     """Lets an entry stay eager if an eager call used casts that were there before it, or if, in its backward, the casts
-    of its weights get more gradients than those that the call gives.
-
-    Args:
-        given: its tensor arguments; outputs: its results that have a backward.
-        began: the sequence number of the first node of the call.
-    """
-    edges = dict(enumerate(_casts_in(given, outputs)))
-    if any(edge.node._sequence_nr() < began for edge in edges.values()):
+    of its weights get more gradients than those that the call gives."""
+    outputs = call.result.differentiable
+    edges = dict(enumerate(_casts_in(call.leaves, outputs)))
+    if any(edge.node._sequence_nr() < call.oldest for edge in edges.values()):
         _stay_eager(context, entry)
         return
     found = uses_of(edges, outputs)

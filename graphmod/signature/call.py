@@ -50,11 +50,13 @@ class Call:
         function: what is called.
         args, kwargs: its arguments.
         result: what it gave, once it was made without a graph and somebody asks for more than to return that.
+        oldest: the least sequence number that a node of autograd's has that it made, if somebody asks for that.
     """
 
     def __init__(self, function: Callable, args: tuple, kwargs: dict) -> None:
         self.function, self.args, self.kwargs = function, args, kwargs
         self.result: Any = None
+        self.oldest = 0
 
     def __call__(self) -> Any:
         """Makes it."""

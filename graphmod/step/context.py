@@ -182,23 +182,18 @@ class Context:
         """For a capture, which casts what it uses itself."""
         return nullcontext()
 
-    def refuses(self, call: Call, recording: Recording, oldest: int) -> str | None:
-        """Why the backward of a recorded call's result keeps it from being captured; asked of each.
-
-        Args:
-            call: has its result.
-            oldest: the least sequence number that a node of autograd has that the call made.
-        """
+    def refuses(self, call: Call, recording: Recording) -> str | None:
+        """Why the backward of a recorded call's result keeps it from being captured; asked of each."""
         return None
 
-    def learn_uses(self, entry: Entry, call: Call, recording: Recording, oldest: int) -> None:
+    def learn_uses(self, entry: Entry, call: Call, recording: Recording) -> None:
         """Learns from a recorded call what else uses its arguments, parameters and casts."""
 
     def awaits_backward(self, entry: Entry, recording: Recording) -> bool:
         """Whether a call is to be eager, because a backward of its result has to be recorded first."""
         return False
 
-    def eager_result(self, entry: Entry, call: Call, recording: Recording | None = None, oldest: int = 0) -> Any:
+    def eager_result(self, entry: Entry, call: Call, recording: Recording | None = None) -> Any:
         """Hands out the result of an eager call, whose backward may come.
 
         Args:

@@ -148,12 +148,12 @@ def eager(context: Context, call: Call, entry: Entry | None = None, recording: R
     """A call without a graph; with an `entry` its backward is waited for, and with a `recording` of the present state
     judged, where none was yet."""
     context.ran_eagerly()
-    oldest = next_sequence_number()
+    call.oldest = next_sequence_number()
     result = alone(context, entry, call)
     if entry is None or not entry.needs_grad:
         return result
     call.result = Flat(result)
-    return context.eager_result(entry, call, recording, oldest)
+    return context.eager_result(entry, call, recording)
 
 
 def _entry(context: Context, call: Call, function: Any) -> Entry | None:
@@ -293,7 +293,6 @@ def warm_up(context: Context, entry: Entry, call: Call) -> Any:
     if not entry.begin_warm_up(forward=current_node() is None):
         call.result = Flat(alone(context, entry, call))
     else:
-        oldest = next_sequence_number()
         recording = alone(context, entry, lambda: record(call, context.group.gpu, context.root))
         outputs = call.result.differentiable
         if recording.settles:
@@ -304,7 +303,7 @@ def warm_up(context: Context, entry: Entry, call: Call) -> Any:
             return context.eager_result(entry, call)
         if recording.refused is not None and torch.is_grad_enabled():  # which may be a consequence
             recording.refused = context.around.take_over() or recording.refused
-        of_backward = context.refuses(call, recording, oldest)
+        of_backward = context.refuses(call, recording)
         recording.refused = recording.refused or of_backward
         if not (recording.refused or recording.communicates) and context.group.whole.take(recording.guards.tensors):
             # The next call is recorded, at the addresses that stay.
@@ -318,7 +317,7 @@ def warm_up(context: Context, entry: Entry, call: Call) -> Any:
                 recording.refused = recording.refused or (ON_ACCUMULATOR if any(map(on_accumulator, trained)) else None)
         entry.add(recording)
         if dispatch.current() is None:  # else it is part of a larger recording
-            context.learn_uses(entry, call, recording, oldest)
+            context.learn_uses(entry, call, recording)
         context.learn(recording.guards)
         if recording.refused is not None:
             # Before any attempt, so that the user's Python never runs twice for one call. The next one is recorded.

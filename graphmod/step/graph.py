@@ -104,7 +104,7 @@ class StepGraph:
         owned = guards.parameters()
         grads_then = [parameter.grad for parameter in owned]
         grads = list(map(memory_of, grads_then))
-        oldest, saving = next_sequence_number(), self._saving(inside)
+        saving, inside.oldest = self._saving(inside), next_sequence_number()
 
         def run() -> Flat:
             with saving:
@@ -116,7 +116,7 @@ class StepGraph:
                 raise CaptureRefused(reason)
             held = {*map(id, owned), *(id(tensor) for _, _, tensor in guards.slots)}
             self.results = Results(self, result, given, recorder, held)
-            self._find_parameters(given, identities, recorder, oldest)
+            self._find_parameters(given, identities, recorder, inside.oldest)
 
         enabled = torch.is_grad_enabled()
 

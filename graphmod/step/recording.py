@@ -16,7 +16,13 @@ from graphmod.guards.notes import Notes
 from graphmod.reads.frames import noting
 from graphmod.signature.call import Call, Given
 from graphmod.step.results import not_to_be_made_again, outline, resolved
-from graphmod.torch_private import any_autocast, backward_threads, frames_compiled, set_backward_threads
+from graphmod.torch_private import (
+    any_autocast,
+    backward_threads,
+    frames_compiled,
+    next_sequence_number,
+    set_backward_threads,
+)
 from graphmod.trace import dispatch
 from graphmod.trace.garbage import no_garbage_collection
 from graphmod.trace.host_draws import HostDraws
@@ -144,6 +150,7 @@ def follow(
         The record, and what entering gave.
     """
     recorder = Recorder(call.leaves, gpu=gpu, before_collective=before_collective, host_draws=host_draws)
+    call.oldest = next_sequence_number()
     dispatch.has_key()  # which imports much when it is first asked: not while frames are watched
     # What a graph casts, it casts itself; the recorded call must do so too. With gradients, `layers.uses` does.
     casts = any_autocast() and not torch.is_grad_enabled()
