@@ -316,22 +316,20 @@ def _save_parts(partial: Path, model: nn.Module, step: TrainStep, ranks: Any) ->
     return found
 
 
-def _save_model(model: nn.Module, folder: Path, merge: bool, weights: dict[str, torch.Tensor] | None) -> None:
+def _save_model(
+    model: nn.Module, folder: Path, tokenizer: Any, merge: bool, weights: dict[str, torch.Tensor] | None
+) -> None:
+    folders = [folder]
     if not isinstance(model, PreTrainedModel):
         folder.mkdir(exist_ok=True)
         save_plain(model.state_dict() if weights is None else weights, folder / WEIGHTS_FILE)
-        return
-    model.save_pretrained(folder, state_dict=weights)
-    if merge and has_adapters(model):  # of which alone transformers writes the weights
-        save_merged(model, folder, folder / MERGED_FOLDER)
-
-
-def _save_weights(folder: Path, model: nn.Module, step: TrainStep, merge: bool, parts: _Parts) -> None:
-    with no_transformers_bars(), _config_to_generate(model):
-        _save_model(model, folder, merge, parts.weights)
-        if step.has_ema:
-            with step.ema_weights() if parts.averages is None else nullcontext():
-                _save_model(model, folder / EMA_FOLDER, merge, parts.averages)
+    else:
+        model.save_pretrained(folder, state_dict=weights)
+        if merge and has_adapters(model):  # of which alone transformers writes the weights
+            folders.append(folder / MERGED_FOLDER)
+            save_merged(model, folder, folders[-1])
+    for one in folders if tokenizer is not None else ():  # each is a model that is sampled from by itself
+        tokenizer.save_pretrained(one)
 
 
 @contextmanager
@@ -358,11 +356,11 @@ def _write(
     merge: bool,
     parts: _Parts,
 ) -> None:
-    _save_weights(partial, model, step, merge, parts)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(partial)
-        if step.has_ema:  # a model of its own, which is sampled from as such
-            tokenizer.save_pretrained(partial / EMA_FOLDER)
+    with no_transformers_bars(), _config_to_generate(model):
+        _save_model(model, partial, tokenizer, merge, parts.weights)
+        if step.has_ema:
+            with step.ema_weights() if parts.averages is None else nullcontext():
+                _save_model(model, partial / EMA_FOLDER, tokenizer, merge, parts.averages)
     state = {
         "steps_done": progress.steps_done,
         **_trained(step, in_shards=bool(parts.files)),

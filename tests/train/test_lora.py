@@ -88,6 +88,7 @@ def test_generate_reads_adapters_with_their_tokenizer_and_stops_where_documents_
 ):
     byte_level().save_pretrained(tmp_path / "tokenizer")
     settings = [f"data.tokenizer={tmp_path / 'tokenizer'}", "model.lora.merge=true", "train.steps=2"]
+    settings.append("train.ema_decay=0.5")
     result = train(adapted(*settings), tmp_path / "run")
     saved = tmp_path / "run" / result.checkpoint
     ends = []
@@ -99,12 +100,12 @@ def test_generate_reads_adapters_with_their_tokenizer_and_stops_where_documents_
             ends.append(model.generation_config.eos_token_id) or original(self, model, *more, **named)
         ),
     )
-    for folder in (saved, saved / MERGED_FOLDER):
-        arguments = [f"model.path={folder}", f"tokenizer={saved}", "model.device=cpu", "graph=none"]
+    for folder in (saved, saved / MERGED_FOLDER, saved / "ema", saved / "ema" / MERGED_FOLDER):
+        arguments = [f"model.path={folder}", "model.device=cpu", "graph=none"]
         said = [*arguments, "prompt=a text", "decode.max_new_tokens=3"]
         assert generate_cli.main(said) == 0, capfd.readouterr().err
-    assert ends == [byte_level().eos_token_id] * 2
-    assert capfd.readouterr().out.count("a text") == 2
+    assert ends == [byte_level().eos_token_id] * 4
+    assert capfd.readouterr().out.count("a text") == 4
 
 
 def test_names_that_the_model_does_not_have_are_an_error_with_those_it_has(adapted, tmp_path):
