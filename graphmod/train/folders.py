@@ -90,7 +90,7 @@ def link_latest(folder: Path) -> Path:
 # The lock is the operating system's, so that it ends with the process, however that ends. What the file says only
 # names the process for others; nobody relies on it.
 
-LOCK_FILE = ".lock"
+LOCK_FILE, _HYDRA_FOLDER = ".lock", ".hydra"
 # Another process may hold it for a moment to look what the folder holds, and one that was killed is not gone at once.
 _PATIENCE_S = 2.0
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
@@ -110,7 +110,8 @@ def _holder(folder: Path) -> str:
 
 @contextmanager
 def owned(folder: Path) -> Iterator[None]:
-    """Inside, this process alone owns `folder`, which is made if need be, and removed if nothing is written to it.
+    """Inside, this process alone owns `folder`, which is made if need be, and removed if nothing is written to it but
+    what Hydra says of a run that never began.
 
     Raises:
         FolderInUse: another process owns it, or another owner in this one.
@@ -121,6 +122,7 @@ def owned(folder: Path) -> Iterator[None]:
     made = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        empty = not any(folder.iterdir())
         lock.acquire()
     except Timeout:
         raise FolderInUse(
@@ -145,7 +147,8 @@ def owned(folder: Path) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            if os.listdir(folder) == [LOCK_FILE]:
+            if {*os.listdir(folder)} <= {LOCK_FILE, *([_HYDRA_FOLDER] if empty else ())}:
+                shutil.rmtree(folder / _HYDRA_FOLDER, ignore_errors=True)
                 (folder / LOCK_FILE).unlink()
             else:  # it stays where there is something to own: on some file systems its removal would let two in
                 (folder / LOCK_FILE).write_text("")

@@ -127,6 +127,19 @@ def test_a_run_leaves_its_settings_where_hydra_does(run, tmp_path):
     assert saved["hydra.yaml"]["hydra"]["job"]["name"] == "train"
 
 
+@pytest.mark.parametrize("where", [[], ["hydra.run.dir=mine"], ["hydra.run.dir=there"]])
+def test_a_run_that_is_refused_when_its_data_is_read_leaves_no_folder(run, tmp_path, where):
+    (tmp_path / "short.txt").write_text("short")
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "notes").touch()
+    status, _, said = run("data=text", "data.path=short.txt", *where)
+    assert status == 2 and "the data is too short" in said
+    assert not [*tmp_path.glob("runs/train/*"), *tmp_path.glob("mine")]
+    # Where something else was before, what Hydra wrote stays beside it.
+    left = {".hydra", ".lock"} if where[-1:] == ["hydra.run.dir=there"] else set()
+    assert {path.name for path in (tmp_path / "there").iterdir()} == {"notes", *left}
+
+
 def test_a_resumed_run_leaves_the_settings_that_it_has(run, tmp_path):
     assert run(*TINY, "data.max_bytes=20000", "hydra.run.dir=mine")[0] == 0
     status, said, _ = run("train.resume=mine", "train.steps=10", "graph=none")
