@@ -1,10 +1,12 @@
 """Which data a run has, which batches it sees, and which loss they need: windows, buckets, packed documents, items."""
 
 import functools
-import queue
-import threading
+import itertools
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -164,10 +166,19 @@ class WindowSampler(Sampler):
         shape: (A, B, S), microbatches, sequences and tokens.
         seed: of the order.
         place: of this rank.
+        documents: (N,), of packed documents the number of each token's.
     """
 
-    def __init__(self, tokens: Tensor, shape: tuple[int, int, int], seed: int, place: Place = ALL) -> None:
-        self._shape, self._tokens, self._starts = shape, tokens, window_starts(tokens, shape[2])
+    def __init__(
+        self,
+        tokens: Tensor,
+        shape: tuple[int, int, int],
+        seed: int,
+        place: Place = ALL,
+        documents: Tensor | None = None,
+    ) -> None:
+        self._shape, self._starts = shape, window_starts(tokens, shape[2])
+        self._parts = [tokens] if documents is None else [tokens, documents]
         super().__init__(len(self._starts), shape[0] * shape[1], seed, place)
 
     def starts(self, step: int) -> np.ndarray:
@@ -175,8 +186,8 @@ class WindowSampler(Sampler):
         return self._starts[self.chosen(step)]
 
     def __call__(self, step: int) -> Tensor:
-        """The batch of `step`, counted from 0: (A, B, S + 1) int64."""
-        return windows_at(self._tokens, self.starts(step), self._shape)
+        """The batch of `step`, counted from 0: (A, B, S + 1) int64; of packed documents (A, 2 B, S + 1)."""
+        return torch.cat([windows_at(part, self.starts(step), self._shape) for part in self._parts], dim=1)
 
 
 def windows_at(tokens: Tensor, starts: np.ndarray, shape: tuple[int, int, int]) -> Tensor:
@@ -196,11 +207,13 @@ def evaluation_starts(tokens: Tensor, sequences: int, length: int, count: int) -
     return starts[evenly(len(starts), count * sequences)]
 
 
-class Prefetcher:
-    """Iterates over `make(step)` for the given steps, made ahead of time by a thread and pinned if asked.
+@contextmanager
+def prefetched(
+    make: Callable[[int], Any], steps: Iterable[int], *, pin: bool = False, depth: int = 3
+) -> Iterator[Iterator[Any]]:
+    """`make(step)` for each of the given steps, made ahead of time by a thread, which ends with this context.
 
-    An exception of `make` is raised where the batch would have come. Use it as a context manager; leaving it early
-    stops the thread.
+    An exception of `make` is raised where the batch would have come.
 
     Args:
         make: from a step to its batch.
@@ -208,48 +221,23 @@ class Prefetcher:
         pin: put the batches into pinned memory, from where a GPU copies without stalling the host.
         depth: batches made ahead, at most.
     """
+    left, ahead = iter(steps), deque()
 
-    def __init__(self, make: Callable[[int], Any], steps: range, *, pin: bool = False, depth: int = 2) -> None:
-        self._make, self._steps, self._pin = make, steps, pin
-        self._queue: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(depth)
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._fill, name="batches", daemon=True)
-        self._thread.start()
+    def ready(step: int) -> Any:
+        return pinned(make(step)) if pin else make(step)
 
-    def _put(self, item: tuple[Any, BaseException | None]) -> None:
-        while not self._closed.is_set():
-            try:
-                return self._queue.put(item, timeout=0.1)  # wakes up to see whether anyone still wants batches
-            except queue.Full:
-                continue
+    def batches(thread: ThreadPoolExecutor) -> Iterator[Any]:
+        while True:
+            ahead.extend(thread.submit(ready, step) for step in itertools.islice(left, depth - len(ahead)))
+            if not ahead:
+                return
+            yield ahead.popleft().result()
 
-    def _fill(self) -> None:
+    with ThreadPoolExecutor(1, "batches") as thread:
         try:
-            for step in self._steps:
-                if self._closed.is_set():
-                    return
-                batch = self._make(step)
-                self._put((pinned(batch) if self._pin else batch, None))
-        except BaseException as error:  # handed to the consumer, whatever it is
-            self._put((None, error))
-
-    def __iter__(self) -> Iterator[Any]:
-        for _ in self._steps:
-            batch, error = self._queue.get()
-            if error is not None:
-                raise error
-            yield batch
-
-    def close(self) -> None:
-        """Stops the thread and waits for it; may be called twice."""
-        self._closed.set()
-        self._thread.join()
-
-    def __enter__(self) -> "Prefetcher":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+            yield batches(thread)
+        finally:
+            thread.shutdown(cancel_futures=True)
 
 
 # -- documents of different lengths in batches of a few fixed shapes ---------------------------------------------------
@@ -452,21 +440,6 @@ def packed_next_token_loss(
     logits = model(input_ids=inputs, position_ids=positions(seen), use_cache=False, **apart).logits
     targets = torch.where(documents[:, 1:] == seen, targets_of(tokens[:, 1:]), IGNORED)
     return criterion(logits, targets)
-
-
-class PackedSampler(WindowSampler):
-    """The windows of `WindowSampler`, with the documents they are cut from."""
-
-    def __init__(
-        self, tokens: Tensor, documents: Tensor, shape: tuple[int, int, int], seed: int, place: Place = ALL
-    ) -> None:
-        super().__init__(tokens, shape, seed, place)
-        self._documents = documents
-
-    def __call__(self, step: int) -> Tensor:
-        """The batch of `step`, counted from 0: (A, 2 B, S + 1) int64."""
-        parts = (self._tokens, self._documents)
-        return torch.cat([windows_at(part, self.starts(step), self._shape) for part in parts], dim=1)
 
 
 # -- a data set of one's own: items of any form, by their number -------------------------------------------------------
@@ -809,7 +782,7 @@ def make_batches(config: RunConfig, corpus: Data, device: torch.device, dims: An
     parts, sampler = [held_out], WindowSampler(training, shape, train.seed, place)
     loss_fn = padded_next_token_loss if has_masks(corpus.tokens) else next_token_loss
     if data.packing:
-        sampler = PackedSampler(training, document_numbers(starts, len(training)), shape, train.seed, place)
+        sampler = WindowSampler(training, shape, train.seed, place, document_numbers(starts, len(training)))
         parts.append(document_numbers(held_starts, len(held_out)))
         loss_fn = _packed_loss(config, [starts, held_starts], device, dims)
     evaluation = []

@@ -22,7 +22,7 @@ from graphmod.config import CompileMode
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.step.entry import GraphStats
 from graphmod.text import ByteCodec, TokenizerCodec
-from graphmod.train.batches import Batches, Data, Place, Prefetcher, load_data, make_batches
+from graphmod.train.batches import Batches, Data, Place, load_data, make_batches, prefetched
 from graphmod.train.checkpoint import Progress, check_room, random_state, restore, save_checkpoint, saved_weights
 from graphmod.train.device import device_name, isolated, pick_device
 from graphmod.train.display import Display, Journal, beside_bar, events_fail_once, log, opening
@@ -479,7 +479,7 @@ class Run:
         started = time.perf_counter()
         with (
             StopRequest(train.checkpoint, self.ranks.first) as stop,
-            Prefetcher(self.batches.sampler, range(self.first, train.steps), pin=self.device.type == "cuda") as batches,
+            prefetched(self.batches.sampler, range(self.first, train.steps), pin=self.device.type == "cuda") as batches,
             Display(self.journal, self.first, train.steps, self.ranks.first) as self.display,
             self.journal.recording(),
             beside_bar(lengths=self.config.data.buckets is not None, bar=self.ranks.first),

@@ -7,9 +7,9 @@ import torch
 
 from graphmod.errors import ConfigError
 from graphmod.train.batches import (
-    Prefetcher,
     WindowSampler,
     evaluation_starts,
+    prefetched,
     split,
     window_starts,
     windows_at,
@@ -190,7 +190,7 @@ def test_evaluation_batches_span_the_evaluation_tokens():
 
 
 def test_prefetching_keeps_the_order():
-    with Prefetcher(lambda step: torch.tensor(step), range(3, 20)) as batches:
+    with prefetched(lambda step: torch.tensor(step), range(3, 20)) as batches:
         assert [int(batch) for batch in batches] == list(range(3, 20))
 
 
@@ -201,7 +201,7 @@ def test_an_error_while_making_a_batch_is_raised_where_it_belongs():
         return torch.tensor(step)
 
     seen = []
-    with pytest.raises(ValueError, match="bad step"), Prefetcher(make, range(5)) as batches:
+    with pytest.raises(ValueError, match="bad step"), prefetched(make, range(5)) as batches:
         for batch in batches:
             seen.append(int(batch))
     assert seen == [0, 1]
@@ -209,15 +209,14 @@ def test_an_error_while_making_a_batch_is_raised_where_it_belongs():
 
 def test_leaving_early_stops_the_thread():
     before = threading.active_count()
-    with Prefetcher(lambda step: torch.tensor(step), range(10**9)) as batches:
+    with prefetched(lambda step: torch.tensor(step), range(10**9)) as batches:
         next(iter(batches))
     assert threading.active_count() == before
-    batches.close()
 
 
 @pytest.mark.gpu
 def test_batches_for_a_gpu_are_pinned():
-    with Prefetcher(lambda step: torch.tensor(step), range(2), pin=True) as batches:
+    with prefetched(lambda step: torch.tensor(step), range(2), pin=True) as batches:
         assert all(batch.is_pinned() for batch in batches)
 
 
