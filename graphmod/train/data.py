@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -156,10 +156,14 @@ def _token_at(encoding: BatchEncoding, row: int, place: int, text: str) -> int |
     return len(encoding["input_ids"][row])
 
 
-def pieces(codec: TokenizerCodec | None, texts: Iterable[str]) -> Iterator[Piece]:
-    """Each text, a long one in pieces that give the same tokens one by one; None, for bytes, cuts none."""
+def pieces(codec: TokenizerCodec | None, documents: Iterable[Any]) -> Iterator[Any]:
+    """Each text, a long one in pieces that give the same tokens one by one; None, for bytes, cuts none. What is no text
+    stays as it is."""
     tokenizer = None if codec is None else codec.tokenizer
-    for text in texts:
+    for text in documents:
+        if not isinstance(text, str):
+            yield text
+            continue
         begin = before = 0
         while tokenizer is not None and tokenizer.is_fast and len(text) - begin > _LONG:
             for found in itertools.islice(_BETWEEN.finditer(text, begin + _LONG), _MOST_TRIES):
@@ -482,9 +486,9 @@ def _loader_of(path: Path) -> str:
     return found
 
 
-def row_files(path: Path) -> list[Path]:
-    """A file, or all files in a folder, sorted; none hidden."""
-    inside = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
+def visible_files(path: Path, pattern: str = "*") -> list[Path]:
+    """A file, or all files in a folder that match `pattern`, sorted; none hidden."""
+    inside = [file for file in path.rglob(pattern) if file.is_file()] if path.is_dir() else [path]
     return sorted(file for file in inside if not any(part.startswith(".") for part in file.relative_to(path).parts))
 
 
@@ -492,7 +496,7 @@ def _loader_of_folder(folder: Path, pattern: str) -> str | None:
     """What reads the files of a folder; None where the library finds out by itself. Files of several kinds are refused:
     the library would take the most frequent kind and leave out the others without a word."""
     kinds: dict[str, set[str]] = {}
-    for file in row_files(folder):
+    for file in visible_files(folder):
         loader = _LOADERS.get(_suffix(file))
         about = file.stem.upper() in _ABOUT
         if loader is not None and not about and fnmatchcase(file.name, pattern):
@@ -583,7 +587,7 @@ def read_rows(path: str, rows: Any, together: int) -> Iterator[dict[str, list[An
 
 
 def _unreadable(path: str, error: Exception) -> ConfigError:
-    files = row_files(Path(path))
+    files = visible_files(Path(path))
     if not any(file.stat().st_size for file in files):
         return ConfigError(f"data.path={path} is empty: {counted(len(files), 'file')} without a row")
     if "codec can't decode" in str(error) and (odd := next(filter(None, map(not_utf8, files)), None)):
@@ -597,43 +601,18 @@ def _unreadable(path: str, error: Exception) -> ConfigError:
 _READ_TOGETHER = 1000
 _CHATS, _PROMPT, _COMPLETION, _TEXT = "messages", "prompt", "completion", "text"
 
-
-class _Kind(NamedTuple):
-    """What the rows hold.
-
-    Attributes:
-        columns: those that are read.
-        document: what one row is, from its value in each of these columns and what says where it was read.
-        documents: what is encoded, from those.
-        encode: from that to tokens.
-    """
-
-    columns: list[str]
-    document: Callable[[dict[str, Any], Callable[[], str]], Any]
-    documents: Callable[[Iterator[Any]], Iterator[Any]]
-    encode: Encoder
+Document = str | tuple[str, str] | Chat  # a text, a prompt with its completion, messages
 
 
-def _kind(data: DataConfig, path: str, codec: TokenizerCodec | None, names: list[str]) -> _Kind:
-    """What rows with columns of these names are trained as."""
-    everything = data.train_on is TrainOn.all
-    if data.column is None and _CHATS in names:
-        return _Kind([_CHATS], _as_chat, iter, chat_encoder(codec, everything))
-    texts = bytes_of_pieces if codec is None else partial(encode_pieces, codec)
-    if data.column is None and {_PROMPT, _COMPLETION} <= {*names}:
-        columns = [_PROMPT, _COMPLETION]
-        if everything:
-            return _Kind(
-                columns,
-                _as_pair,
-                partial(_whole_pairs, codec),
-                _of_both(texts, lambda: chat_encoder(codec, everything)),
-            )
-        pairs = bytes_of_pairs if codec is None else partial(encode_pairs, codec)
-        return _Kind(columns, _as_pair, iter, _of_both(pairs, lambda: chat_pair_encoder(codec)))
+def _columns(data: DataConfig, path: str, names: list[str]) -> list[str]:
+    """Those of the columns `names` that are read. Raises ConfigError where there is none to train on."""
+    if data.column is None:
+        for wanted in ([_CHATS], [_PROMPT, _COMPLETION]):
+            if {*wanted} <= {*names}:
+                return wanted
     column = data.column or _TEXT
     if column in names:
-        return _Kind([column], _as_text, partial(pieces, codec), texts)
+        return [column]
     if data.column is None and _PROMPT in names:
         raise ConfigError(
             f"data.path={path} has prompts, and no column {_COMPLETION!r} to train on; it has "
@@ -646,63 +625,76 @@ def _kind(data: DataConfig, path: str, codec: TokenizerCodec | None, names: list
     )
 
 
-def _as_text(values: dict[str, Any], place: Callable[[], str]) -> str:
-    ((name, value),) = values.items()
-    if not isinstance(value, str):
-        chats = f"; chats are read from a column {_CHATS!r}" if isinstance(value, list) else ""
-        raise ConfigError(f"{place()}: column {name!r} must be text, got {type(value).__name__}{chats}")
-    return value
+def document(data: DataConfig, values: dict[str, Any], place: Callable[[], str]) -> Document:
+    """What one row is trained as.
 
+    Args:
+        data: checked settings.
+        values: of the row, by column.
+        place: says where it was read, for errors.
 
-def _as_chat(values: dict[str, Any], place: Callable[[], str]) -> Chat:
-    return Chat(messages_of(values[_CHATS], lambda: f"{place()}: column {_CHATS!r}"), 0, place)
-
-
-def _as_pair(values: dict[str, Any], place: Callable[[], str]) -> tuple[str, str] | Chat:
-    if all(isinstance(value, str) for value in values.values()):
-        return values[_PROMPT], values[_COMPLETION]
+    Raises:
+        ConfigError: a value is of another kind.
+    """
+    everything = data.train_on is TrainOn.all
     kinds = {name: type(value).__name__ for name, value in values.items()}
+    if data.column is None and _CHATS in values:
+        return Chat(messages_of(values[_CHATS], lambda: f"{place()}: column {_CHATS!r}"), 0, place)
+    if len(values) == 1:
+        ((name, value),) = values.items()
+        if isinstance(value, str):
+            return value
+        chats = f"; chats are read from a column {_CHATS!r}" if isinstance(value, list) else ""
+        raise ConfigError(f"{place()}: column {name!r} must be text, got {kinds[name]}{chats}")
+    if all(isinstance(value, str) for value in values.values()):
+        prompt, completion = values[_PROMPT], values[_COMPLETION]
+        return prompt + completion if everything else (prompt, completion)
     if set(kinds.values()) != {"list"}:
         found = " and ".join(f"{name!r} is {kind}" for name, kind in kinds.items())
         raise ConfigError(f"{place()}: both columns must be text, or both lists of messages; {found}")
     parts = [messages_of(value, lambda name=name: f"{place()}: column {name!r}") for name, value in values.items()]
-    return Chat([*parts[0], *parts[1]], len(parts[0]), place)
+    return Chat([*parts[0], *parts[1]], 0 if everything else len(parts[0]), place)
 
 
-def _whole_pairs(codec: TokenizerCodec | None, found: Iterator[Any]) -> Iterator[Any]:
-    for one in found:
-        if isinstance(one, Chat):
-            yield one
-        else:
-            yield from pieces(codec, ["".join(one)])
+def row_encoder(codec: TokenizerCodec | None, everything: bool) -> Encoder:
+    """Encodes pieces of texts, pairs and chats, which may stand in one batch; chats alone need a template.
 
+    Args:
+        codec: of the tokenizer, or None for bytes.
+        everything: train on all tokens of chats.
+    """
 
-def _of_both(others: Encoder, make_chats: Callable[[], Encoder]) -> Encoder:
-    """Encodes chats, which need a template, with the one, and what is no chat with the other."""
-    make_chats = functools.cache(make_chats)
+    @functools.cache
+    def encoder(kind: type, prompted: bool) -> Encoder:
+        if kind is Chat:
+            return chat_pair_encoder(codec) if prompted else chat_encoder(codec, everything)
+        if codec is None:
+            return bytes_of_pieces if kind is Piece else bytes_of_pairs
+        return partial(encode_pieces if kind is Piece else encode_pairs, codec)
 
     def encode(documents: Sequence[Any]) -> list[np.ndarray]:
-        chats = [one for one in documents if isinstance(one, Chat)]
-        rest = [one for one in documents if not isinstance(one, Chat)]
-        of_chats = iter(make_chats()(chats) if chats else ())
-        of_rest = iter(others(rest) if rest else ())
-        return [next(of_chats if isinstance(one, Chat) else of_rest) for one in documents]
+        alike: dict[Any, list[Any]] = {}
+        kinds = [(type(one), isinstance(one, Chat) and one.prompted > 0) for one in documents]
+        for kind, one in zip(kinds, documents, strict=True):
+            alike.setdefault(kind, []).append(one)
+        encoded = {kind: iter(encoder(*kind)(some)) for kind, some in alike.items()}
+        return [next(encoded[kind]) for kind in kinds]
 
     return encode
 
 
-def _row_documents(path: str, rows: Any, kind: _Kind) -> Iterator[Any]:
+def _row_documents(data: DataConfig, path: str, rows: Any, columns: list[str]) -> Iterator[Document]:
     def place(number: int) -> str:
         return f"row {number:,} of data.path={path}"
 
     number, skipped = 0, []
     for batch in read_rows(path, rows, _READ_TOGETHER):
-        for found in zip(*(batch[name] for name in kind.columns), strict=True):
+        for found in zip(*(batch[name] for name in columns), strict=True):
             number += 1
-            values = dict(zip(kind.columns, found, strict=True))
+            values = dict(zip(columns, found, strict=True))
             empty = next((name for name, value in values.items() if value is None or value in ("", [])), None)
             if empty is None:
-                yield kind.document(values, partial(place, number))
+                yield document(data, values, partial(place, number))
             else:
                 skipped.append((number, empty))
     if skipped:
@@ -710,7 +702,7 @@ def _row_documents(path: str, rows: Any, kind: _Kind) -> Iterator[Any]:
         if len(skipped) == number:
             raise ConfigError(
                 f"the data is empty: {name!r} has no value in {place(first)}, and no row has all of "
-                f"{', '.join(map(repr, kind.columns))}"
+                f"{', '.join(map(repr, columns))}"
             )
         log.warning(
             f"skipped {len(skipped):,} of {counted(number, 'row')} of data.path={path}, in which a column is null or "
@@ -745,8 +737,8 @@ def _load_path(data: DataConfig, path: str, codec: TokenizerCodec | None) -> tup
     first = next(read_rows(path, rows, 1), None)
     if first is None:
         return torch.empty(0, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
-    kind = _kind(data, path, codec, list(first))
-    return flattened(kind.documents(_row_documents(path, rows, kind)), kind.encode)
+    documents = _row_documents(data, path, rows, _columns(data, path, list(first)))
+    return flattened(pieces(codec, documents), row_encoder(codec, data.train_on is TrainOn.all))
 
 
 # -- tokens on the disk, so that the next run on the same data reads them and tokenizes nothing ------------------------
@@ -800,17 +792,12 @@ def cached(folder: str | None, key: dict[str, Any], make: Callable[[], tuple[Ten
 
 
 def _write(path: Path, tensors: dict[str, Tensor], key: dict[str, Any]) -> None:
-    partial = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=".partial")
-        os.close(handle)
-        save_file(tensors, partial, metadata={"key": json.dumps(key)[:4096]})
-        os.replace(partial, path)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".partial") as folder:
+            save_file(tensors, whole := Path(folder, path.name), metadata={"key": json.dumps(key)[:4096]})
+            os.replace(whole, path)
     except (OSError, SafetensorError) as error:
-        if partial is not None:
-            with suppress(OSError):
-                os.unlink(partial)
         log.warning(
             f"cannot keep the tokens in {path.parent} ({error}); the next run tokenizes again. Choose another "
             "folder with data.cache=FOLDER, or data.cache=null"
@@ -876,24 +863,14 @@ def standard_library_files() -> list[Path]:
     return sorted(files)
 
 
-def _visible(folder: Path, pattern: str) -> list[Path]:
-    inside = [file for file in folder.rglob(pattern) if file.is_file()]
-    return sorted(f for f in inside if not any(part.startswith(".") for part in f.relative_to(folder).parts))
-
-
 def text_files(paths: list[str], pattern: str) -> list[Path]:
     """The files named by `paths`, and those of folders (recursively, sorted, none hidden) that match `pattern`."""
-    found: list[Path] = []
-    for path in map(Path, paths):
-        if path.is_dir():
-            found += _visible(path, pattern)
-        else:
-            found.append(path)
+    found = [file for path in paths for file in visible_files(Path(path), pattern)]
     if rows := next((path for path in found if path.suffix.lower() in _ROWS), None):
         log.warning(f"{rows} is read as plain text, brackets and all; data=hf reads the texts or chats in its rows")
     if not found:
         shown = paths[0] if len(paths) == 1 else f"[{','.join(paths)}]"
-        there = [file for path in map(Path, paths) for file in _visible(path, "*")]
+        there = [file for path in paths for file in visible_files(Path(path))]
         kinds = sorted({f"*{file.suffix}" if file.suffix else file.name for file in there})[:6]
         what = f"give another pattern: it holds {', '.join(kinds)}" if there else "it is empty, or all in it is hidden"
         raise ConfigError(f"data.path={shown} holds no file that matches data.pattern={pattern!r}; {what}")
@@ -958,18 +935,15 @@ def _tokenizer_folder(data: DataConfig, model: ModelConfig) -> str | None:
 
 
 def _text_documents(files: list[Path], data: DataConfig) -> Iterator[bytes]:
-    pieces = read_pieces(files, data.max_bytes)
-    return _lines(pieces) if data.documents is Documents.line else pieces
+    contents = read_pieces(files, data.max_bytes)
+    if data.documents is not Documents.line:
+        return contents
+    return (line for content in contents for line in content.splitlines() if line.strip())
 
 
-def _tokenized(files: list[Path], data: DataConfig, tokenizer: Any) -> tuple[Tensor, Tensor]:
-    texts = (piece.decode("utf-8", errors="replace") for piece in _text_documents(files, data))
-    codec = TokenizerCodec(tokenizer)
+def _tokenized(files: list[Path], data: DataConfig, codec: TokenizerCodec) -> tuple[Tensor, Tensor]:
+    texts = (content.decode("utf-8", errors="replace") for content in _text_documents(files, data))
     return flattened(pieces(codec, texts), partial(encode_pieces, codec))
-
-
-def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    return (line for piece in pieces for line in piece.splitlines() if line.strip())
 
 
 def _starts(lengths: list[int]) -> Tensor:
@@ -1012,7 +986,7 @@ def load_corpus(data: DataConfig, model: ModelConfig, seed: int) -> Corpus:
     if stdlib:
         files = standard_library_files()
     elif rows:
-        files = [file for path in data.path for file in row_files(Path(path))]
+        files = [file for path in data.path for file in visible_files(Path(path))]
     else:
         files = text_files(data.path, data.pattern)
     folder = _tokenizer_folder(data, model)
@@ -1023,14 +997,13 @@ def load_corpus(data: DataConfig, model: ModelConfig, seed: int) -> Corpus:
         "tokenizer": tokenizer_key(tokenizer),
         "settings": [str(getattr(data, setting)) for setting in _DECIDES_TOKENS],
     }
+    codec = None if tokenizer is None else TokenizerCodec(tokenizer)
     if rows:
-        tokens, starts = cached(
-            data.cache, key, lambda: load_rows(data, None if tokenizer is None else TokenizerCodec(tokenizer))
-        )
-    elif tokenizer is None:
+        tokens, starts = cached(data.cache, key, lambda: load_rows(data, codec))
+    elif codec is None:
         tokens, starts = _as_bytes(_text_documents(files, data))
     else:
-        tokens, starts = cached(data.cache, key, lambda: _tokenized(files, data, tokenizer))
+        tokens, starts = cached(data.cache, key, lambda: _tokenized(files, data, codec))
     if len(tokens) == 0:
         raise ConfigError(f"the data is empty: {name} ({counted(len(files), 'file')}) holds no text")
     vocab, unit = (_BYTE_VOCABULARY, "tokens (bytes)") if tokenizer is None else (len(tokenizer), "tokens")

@@ -8,7 +8,7 @@ import torch
 
 from graphmod.errors import ConfigError
 from graphmod.text import TokenizerCodec
-from graphmod.train.data import _kind, load_corpus
+from graphmod.train.data import document, load_corpus, row_encoder
 from graphmod.train.loss import inputs_of
 from graphmod.train.run import train
 from graphmod.train.settings import DataConfig, ModelConfig, Source, TrainOn
@@ -86,9 +86,9 @@ def test_chats_and_texts_may_stand_in_one_list_of_files_and_in_one_batch(write, 
     texts = corpus_of(write("b.jsonl", text), tokenizer=folder).tokens.tolist()
     both = corpus_of(write("b.jsonl", text), write("a.jsonl", *ROWS), tokenizer=folder)
     assert both.tokens.tolist() == [*texts, *chats] and both.starts.tolist()[1] == len(texts) and len(both.starts) == 4
-    kind = _kind(DataConfig(source=Source.hf), "a.jsonl", TokenizerCodec(tokenizer), ["prompt", "completion"])
-    made = [kind.document(row, lambda: "a row") for row in (text, *ROWS)]
-    assert [token for part in kind.encode(made) for token in part.tolist()] == [*texts, *chats]
+    made = [document(DataConfig(source=Source.hf), row, lambda: "a row") for row in (text, *ROWS)]
+    encoded = row_encoder(TokenizerCodec(tokenizer), everything=False)(made)
+    assert [token for part in encoded for token in part.tolist()] == [*texts, *chats]
 
 
 def test_a_token_over_the_border_is_cut_there(write, tmp_path):
