@@ -72,6 +72,10 @@ class Row:
     error: str | None = None
 
 
+_OF_RESULT = (
+    *("step_ms_median", "step_ms_p95", "host_ms_median", "tokens_per_s", "ranks", "reserved_gib", "train_loss"),
+    "ema_loss",
+)
 _UNIMPORTANT = {"resume", "profile", "checkpoint", "checkpoint_every", "keep_checkpoints"}
 
 
@@ -129,22 +133,18 @@ def compare(results: Mapping[str, RunResult], busy_ms: Mapping[str, float] | Non
     alone = {_on_one_rank(result): result.tokens_per_s for result in finished if result.ranks == 1}
     rows = []
     for name, result in results.items():
-        row = Row(name, result.scope, ranks=result.ranks)
-        rows.append(row)
         if result.status != "finished":
-            row.error = result.error or result.status
+            rows.append(Row(name, result.scope, ranks=result.ranks, error=result.error or result.status))
             continue
-        row.step_ms_median, row.step_ms_p95 = result.step_ms_median, result.step_ms_p95
-        row.host_ms_median, row.tokens_per_s = result.host_ms_median, result.tokens_per_s
+        known: dict[str, Any] = {one: getattr(result, one) for one in _OF_RESULT} | result.communication()
+        row = Row(name, result.scope, **known)
+        rows.append(row)
+        row.capture_seconds = result.graph.get("capture_seconds")
+        row.eval_loss = result.eval_losses[-1][1] if result.eval_losses else None
         if result.ranks > 1 and result.tokens_per_s and (of_one := alone.get(_on_one_rank(result))):
             row.scaling = result.tokens_per_s / (result.ranks * of_one)
-        row.reserved_gib, row.capture_seconds = result.reserved_gib, result.graph.get("capture_seconds")
-        row.train_loss = result.train_loss
-        row.eval_loss, row.ema_loss = result.eval_losses[-1][1] if result.eval_losses else None, result.ema_loss
         if row.step_ms_median and busy_ms and name in busy_ms:
             row.gpu_busy_share = min(1.0, busy_ms[name] / row.step_ms_median)
-        sent = result.communication()
-        row.comm_ms, row.comm_hidden_share = sent.get("comm_ms"), sent.get("comm_hidden_share")
         alike = eager.get(_other_settings(result), {})
         if not alike:
             continue
@@ -278,41 +278,42 @@ def _losses_as_none(row: Row) -> str | None:
     return "yes" if row.losses_equal else f"no, from step {row.first_difference}"
 
 
-def _form(form: str) -> Callable[[float | None], str | None]:
-    return lambda value: None if value is None else format(value, form)
-
-
-_LOSSES = {
-    "train loss": lambda row: _form(".4f")(row.train_loss),
-    "eval loss": lambda row: _form(".4f")(row.eval_loss),
-    "averaged": lambda row: _form(".4f")(row.ema_loss),
-}
-_COLUMNS: dict[str, Callable[[Row], str | None]] = {
-    "run": lambda row: row.name,
-    "step ms": lambda row: _form(".2f")(row.step_ms_median),
-    "p95": lambda row: _form(".2f")(row.step_ms_p95),
-    "host ms": lambda row: _form(".2f")(row.host_ms_median),
-    "tokens/s": lambda row: _form(",.0f")(row.tokens_per_s),
+_LOSSES = {"train loss": "train_loss .4f", "eval loss": "eval_loss .4f", "averaged": "ema_loss .4f"}
+# What stands in a column: an attribute in a form, or what is made of a row.
+_COLUMNS: dict[str, str | Callable[[Row], str | None]] = {
+    "run": "name s",
+    "step ms": "step_ms_median .2f",
+    "p95": "step_ms_p95 .2f",
+    "host ms": "host_ms_median .2f",
+    "tokens/s": "tokens_per_s ,.0f",
     **_LOSSES,
-    "speed-up": lambda row: _form(".2f")(row.speedup),
+    "speed-up": "speedup .2f",
     "ranks": lambda row: None if row.ranks == 1 else str(row.ranks),
-    "scaling": lambda row: _form(".0%")(row.scaling),
-    "GPU busy": lambda row: _form(".0%")(row.gpu_busy_share),
-    "comm ms": lambda row: _form(".2f")(row.comm_ms),
-    "comm hidden": lambda row: _form(".0%")(row.comm_hidden_share),
+    "scaling": "scaling .0%",
+    "GPU busy": "gpu_busy_share .0%",
+    "comm ms": "comm_ms .2f",
+    "comm hidden": "comm_hidden_share .0%",
     "ahead after": lambda row: None if row.payback_steps is None else counted(row.payback_steps, "step"),
-    "reserved GiB": lambda row: _form(".2f")(row.reserved_gib),
-    "capture s": lambda row: _form(".2f")(row.capture_seconds),
+    "reserved GiB": "reserved_gib .2f",
+    "capture s": "capture_seconds .2f",
     "losses as none": _losses_as_none,
 }
+
+
+def _cell(row: Row, what: str | Callable[[Row], str | None]) -> str | None:
+    if not isinstance(what, str):
+        return what(row)
+    name, form = what.split(" ")
+    value = getattr(row, name)
+    return None if value is None else format(value, form)
 
 
 def _lines(rows: list[Row], with_losses: bool) -> list[list[str]]:
     """Head and cells; columns in which no run has anything are not shown."""
     rows = [row for row in rows if row.error is None]
     columns = []
-    for title, cell in _COLUMNS.items():
-        cells = [cell(row) for row in rows]
+    for title, what in _COLUMNS.items():
+        cells = [_cell(row, what) for row in rows]
         if title in ("run", "step ms") or (any(cells) and (with_losses or title not in _LOSSES)):
             columns.append([title, *(cell or "-" for cell in cells)])
     return [list(line) for line in zip(*columns, strict=True)]

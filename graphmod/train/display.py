@@ -32,23 +32,6 @@ _OF_LENGTHS = (
 )
 
 
-class RunFilter(logging.Filter):
-    """Lets through what is news: what was asked for is not said.
-
-    Args:
-        lengths: the batches come in several lengths, so that calls with other inputs are expected.
-    """
-
-    def __init__(self, lengths: bool) -> None:
-        super().__init__()
-        self._lengths = lengths
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether to show the record."""
-        text = record.getMessage()
-        return not (self._lengths and any(words in text for words in _OF_LENGTHS))
-
-
 @contextmanager
 def events_fail_once() -> Iterator[None]:
     """The thread that writes TensorBoard's events hands an error such as a full disk on to the run, which words it; a
@@ -69,14 +52,22 @@ def events_fail_once() -> Iterator[None]:
 
 @contextmanager
 def beside_bar(lengths: bool, bar: bool = True) -> Iterator[None]:
-    """Inside, messages stand on lines of their own above the bar, if there is one; `lengths`: see `RunFilter`."""
-    chosen = RunFilter(lengths)
-    log.addFilter(chosen)
+    """Inside, messages stand on lines of their own above the bar, if there is one; what was asked for is not said.
+
+    Args:
+        lengths: the batches come in several lengths, so that calls with other inputs are expected.
+        bar: there is one.
+    """
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return not (lengths and any(words in record.getMessage() for words in _OF_LENGTHS))
+
+    log.addFilter(is_news)
     try:
         with logging_redirect_tqdm() if bar else nullcontext():
             yield
     finally:
-        log.removeFilter(chosen)
+        log.removeFilter(is_news)
 
 
 # -- bar, lines and file -----------------------------------------------------------------------------------------------
@@ -84,7 +75,7 @@ def beside_bar(lengths: bool, bar: bool = True) -> Iterator[None]:
 LOG_FILE = "train.log"
 
 
-class Journal:
+class Journal(logging.Handler):
     """The file `train.log` of a run; a resumed run adds to it.
 
     Args:
@@ -93,6 +84,7 @@ class Journal:
     """
 
     def __init__(self, folder: Path, rank: int = 0) -> None:
+        super().__init__()
         self._path = folder / (f"train.rank{rank}.log" if rank else LOG_FILE)
 
     def write(self, text: str) -> None:
@@ -108,22 +100,16 @@ class Journal:
         if str(self._path.absolute()) in files:
             yield
             return
-        handler = _ToJournal(self)
-        log.addHandler(handler)
+        log.addHandler(self)
         try:
             yield
         finally:
-            log.removeHandler(handler)
-
-
-class _ToJournal(logging.Handler):
-    def __init__(self, journal: Journal) -> None:
-        super().__init__()
-        self._journal = journal
+            log.removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Adds a message of the log."""
         with suppress(OSError):  # the next line of the run itself says so
-            self._journal.write(f"{record.levelname.lower()}: {record.getMessage()}")
+            self.write(f"{record.levelname.lower()}: {record.getMessage()}")
 
 
 def _losses(scalars: Mapping[str, float | None]) -> str:
