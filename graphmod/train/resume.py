@@ -44,25 +44,14 @@ _BY_CONTENT = {
     *("model.path", "data.source", "data.path", "data.pattern", "data.tokenizer", "data.max_bytes", "data.column"),
     *("data.train_on", "data.split", "data.cache", "data.target"),
 }
-# Settings within one setting, which are compared each by itself; other dicts are compared as a whole.
-_NESTED = ("model.lora",)
-# They decide what is saved beside the weights.
-_OF_SAVING = {"model.lora.merge"}
+_LORA = "model.lora"  # settings within one, which are compared each by itself; other dicts are compared as a whole
+_OF_SAVING = {"model.lora.merge"}  # decides what is saved beside the weights
 
 
 def _each(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings by full name, those that hold others opened; without those that decide no number."""
-    found = {}
-    for name, value in settings.items():
-        if name in _NESTED and isinstance(value, dict):
-            found |= {f"{name}.{inner}": one for inner, one in value.items()}
-        else:
-            found[name] = value
-    return {name: value for name, value in found.items() if name not in _OF_SAVING}
-
-
-def _flat(config: dict[str, Any]) -> dict[str, Any]:
-    return _each({f"{group}.{name}": value for group, values in config.items() for name, value in values.items()})
+    opened = {f"{_LORA}.{name}": value for name, value in (settings.get(_LORA) or {}).items()}
+    return {name: value for name, value in (settings | opened).items() if name not in (_LORA, *_OF_SAVING)}
 
 
 def decisive_settings(config: dict[str, Any], device: str) -> dict[str, Any]:
@@ -87,16 +76,15 @@ def with_changes(settings: dict[str, Any], given: dict[str, Any]) -> dict[str, A
     """Decisive settings, with the values in `given` of those that are among them, by full name."""
     # The device stands in `given` as it was asked for, which may be `auto`.
     changed = _each(given)
-    return {
-        name: value if name == "train.device" else changed.get(name, value) for name, value in _each(settings).items()
-    }
+    return {name: value if name == "train.device" else changed.get(name, value) for name, value in settings.items()}
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Each decisive setting that is not what it was, in words. One that `saved` lacks came later, and was what it is by
     default."""
-    defaults = _flat(plain_config(RunConfig()))
-    was = {name: defaults.get(name, value) for name, value in now.items()} | _each(saved)
+    groups = plain_config(RunConfig()).items()
+    defaults = _each({f"{group}.{name}": value for group, values in groups for name, value in values.items()})
+    was = {name: defaults.get(name, value) for name, value in now.items()} | saved
     # Those that have nothing to do with this run are left out of its settings.
     return [f"{name} was {was[name]} and is now {now.get(name)}" for name in sorted(was) if was[name] != now.get(name)]
 
@@ -164,21 +152,17 @@ def other_ranks(manifest: dict[str, Any], config: RunConfig, ranks: int, arrange
     if before == ranks:
         return f"resuming with {arranged}, after {so}: everything continues, and the numbers differ by rounding"
     was, now = before * all_settings(manifest)["train"]["grad_accumulation"], ranks * config.train.grad_accumulation
+    times = f"{Fraction(now, was)} {'of' if now < was else 'times'}"
     size = (
         "a step has as many sequences as before, so the numbers differ only by rounding and dropout"
         if was == now
-        else f"a step has {_times(now, was)} the sequences it had, so the numbers differ"
+        else f"a step has {times} the sequences it had, so the numbers differ"
         f"{f' (train.grad_accumulation={was // ranks} keeps them)' if was % ranks == 0 else ''}"
     )
     return (
         f"resuming with {arranged}, after {so}: steps, learning rates, optimizer and the position in the data "
         f"continue; {size}"
     )
-
-
-def _times(now: int, was: int) -> str:
-    part = Fraction(now, was)
-    return f"{part} of" if part < 1 else f"{part} times"
 
 
 def require_same(
@@ -293,27 +277,23 @@ def _require_no_result(run_dir: Path) -> None:
         )
 
 
-def _unfinished_beside(run_dir: Path) -> list[Path]:
-    found = [path for path in run_dir.parent.iterdir() if path != run_dir and (path / CHECKPOINTS).is_dir()]
-    return sorted((path for path in found if _unfinished(path)), key=lambda path: path.name, reverse=True)
-
-
 def _automatic(run_dir: Path, settings: dict[str, Any], beside: bool, held: ExitStack) -> ResumePoint:
     own = _in_own_folder(run_dir, held)
     if own is not None:
         return own
     others, damage = [], []
-    for path in _unfinished_beside(run_dir) if beside else ():
+    runs = sorted(run_dir.parent.iterdir(), key=lambda path: path.name, reverse=True) if beside else []
+    for path in runs:
+        if path == run_dir or not (path / CHECKPOINTS).is_dir() or not _unfinished(path):
+            continue
         known = newest_readable(path)
         changed = differences(known.manifest["settings"], settings) if known else []
         with ExitStack() as candidate:
             try:
                 candidate.enter_context(owned(path))
-            except FolderInUse as error:
-                log.warning(f"{str(error).partition('. ')[0]}; it is skipped")
-                continue
             except GraphmodError as error:
-                log.warning(f"{error}; it is skipped")
+                why = str(error).partition(". ")[0] if isinstance(error, FolderInUse) else error
+                log.warning(f"{why}; it is skipped")
                 continue
             if changed:
                 others.append((path, changed))

@@ -164,17 +164,3 @@ def test_the_way_that_the_refusal_of_a_change_names_leads_on(adapted, settings, 
     # Where the whole model is there, it is what is named.
     with pytest.raises(ConfigError, match=rf"start anew from its weights: train.resume=none model=local {path}$"):
         resumed(f"train.resume={tmp_path / 'run'}", "optim.learning_rate=0.5")
-
-
-def test_a_checkpoint_from_before_each_setting_of_adapters_was_compared_resumes(adapted, tmp_path):
-    first = train(adapted("train.steps=4"), tmp_path / "run")
-    manifest = tmp_path / "run" / first.checkpoint / "checkpoint.json"
-    content = json.loads(manifest.read_text())
-    lora = {name: content["settings"].pop(name) for name in [*content["settings"]] if name.startswith("model.lora.")}
-    assert "model.lora.merge" not in lora and lora["model.lora.r"] == 4
-    content["settings"]["model.lora"] = {name.rpartition(".")[2]: value for name, value in lora.items()} | {
-        "merge": True
-    }
-    manifest.write_text(json.dumps(content))
-    config = resumed(f"train.resume={tmp_path / 'run'}", "train.steps=5")
-    assert len(train(config, tmp_path / "unused").losses) == 5
