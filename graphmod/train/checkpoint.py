@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +40,7 @@ from graphmod.train.folders import (
     clear_leftovers,
 )
 from graphmod.train.model import dims_of, has_adapters, load_weights, no_transformers_bars, save_merged
-from graphmod.train.parallel import is_split, local, shards, spread, whole
+from graphmod.train.parallel import local, shards, spread, whole
 from graphmod.train.settings import MERGED_FOLDER
 from graphmod.train.step import TrainStep
 
@@ -62,7 +62,7 @@ class Progress:
         processes: how many there were in all.
         arrangement: how all ranks shared the model, in words.
         seen: how much of the data they had seen, and how much an epoch has (`Place`).
-        random: the random state of each rank; empty where that of this process is meant.
+        random: the random state of each rank.
     """
 
     steps_done: int
@@ -234,14 +234,6 @@ def _part(value: Tensor, like: Tensor) -> Tensor:
     return spread(value, like) if value.shape == like.shape else value
 
 
-def put_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Copies whole weights, by name, to this rank's part of a model."""
-    here = model.state_dict(keep_vars=True)
-    with torch.no_grad():
-        for name, value in weights:
-            local(here[name]).copy_(local(spread(value, here[name])))
-
-
 def whole_weights(model: nn.Module, keep: bool) -> dict[str, Tensor]:
     """All weights of a split model by name, on the CPU; all ranks have to call this. Tied ones are one tensor.
 
@@ -361,11 +353,14 @@ def _write(
         if step.has_ema:
             with step.ema_weights() if parts.averages is None else nullcontext():
                 _save_model(model, partial / EMA_FOLDER, tokenizer, merge, parts.averages)
+    of_step = step.state_dict()
+    of_step.pop("ema", None)
     state = {
         "steps_done": progress.steps_done,
-        **_trained(step, in_shards=bool(parts.files)),
-        "random": progress.random[0] if progress.random else random_state(step.device),
-        "random_of_others": progress.random[1:],
+        "learning_rate": float(step.learning_rate),
+        "step": of_step,
+        "trained": {} if parts.files else _state(step),  # else it is in shards
+        "random": progress.random,
         "losses": torch.tensor(progress.losses, dtype=torch.float32),
         "eval_losses": [list(entry) for entry in progress.eval_losses],
     }
@@ -386,14 +381,6 @@ def _write(
     _sync(partial / MANIFEST_FILE)
     for folder in (*(path for path in partial.rglob("*") if path.is_dir()), partial):
         _sync(folder)
-
-
-def _trained(step: TrainStep, in_shards: bool) -> dict[str, Any]:
-    """The state of optimizer and step, as far as it is not in shards."""
-    state = step.state_dict()
-    state.pop("ema", None)
-    found = {"learning_rate": float(step.learning_rate), "step": state}
-    return found if in_shards else {**found, "trained": _state(step)}
 
 
 def save_checkpoint(
@@ -560,18 +547,15 @@ def restore(
     state = load_training_state(folder)
     rates = [group["lr"] for group in step.optimizer.param_groups]
     # Into the model built as before: buffers that are in no file, such as rotary frequencies, stay as they were then.
-    if is_split(model):
-        put_weights(model, weights.items())
-    else:
-        model.load_state_dict(weights)
-    put_state(step, state["trained"] if "trained" in state else load_shards(folder / SHARDS, step))
+    here = model.state_dict(keep_vars=True)
+    model.load_state_dict({name: spread(value, here[name]) for name, value in weights.items()})
+    put_state(step, state["trained"] or load_shards(folder / SHARDS, step))
     for group, rate in zip(step.optimizer.param_groups, rates, strict=True):
         rate.copy_(torch.as_tensor(state["learning_rate"]))
         group["lr"] = rate
     step.load_state_dict(state["step"])
-    states = [state["random"], *state.get("random_of_others", ())]
-    if rank == 0 or len(states) == ranks:
-        set_random_state(states[rank], step.device)
+    if rank == 0 or len(state["random"]) == ranks:
+        set_random_state(state["random"][rank], step.device)
     else:
         torch.manual_seed(seed)
     evaluated = [(done, loss) for done, loss in state["eval_losses"]]

@@ -220,7 +220,7 @@ def require_no_own_model(folder: Path) -> None:
 STATE_FILE = "training_state.pt"
 CHECKPOINTS = "checkpoints"
 EMA_FOLDER = "ema"
-FORMAT = 4
+FORMAT = 5
 PARTS = ("steps_done", "config", "settings", "data", "ranks", "processes", "arrangement", "seen")  # of `Progress`
 _CHUNK = 1 << 22
 T = TypeVar("T")
