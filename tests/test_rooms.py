@@ -30,7 +30,6 @@ WITHIN = {
             "loss",
             "model",
             "parallel",
-            "draws",
             "activations",
         ),
         *("compile", "optim", "step", "device", "ranks", "data", "batches", "result", "checkpoint", "metrics"),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as base_optimizer
 from torch.optim.adam import adam
 
-from graphmod.torch_private import foreach_mul
+from graphmod.torch_private import dynamo_config, foreach_mul, inductor_options
 from graphmod.train.activations import Recomputed
 from graphmod.train.parallel import local
 
@@ -29,8 +29,6 @@ _RECOMPILES = 512
 
 def options(how: str) -> dict[str, Any]:
     """Inductor's settings for `default` or `max`. It makes no graphs of its own: they would be copied in and out of."""
-    from graphmod.torch_private import inductor_options
-
     tuning = inductor_options("max-autotune-no-cudagraphs") if how == "max" else {}
     return {**tuning, "triton.cudagraphs": False}
 
@@ -47,8 +45,6 @@ def _say_switched_off() -> None:
 
 def switched_off() -> bool:
     """Whether torch.compile hands back what it is given."""
-    from graphmod.torch_private import dynamo_config
-
     return dynamo_config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1"
 
 
@@ -77,8 +73,6 @@ def compiled(function: Callable, how: str, device: torch.device, in_pieces: bool
     if switched_off():
         _say_switched_off()
         return function
-    from graphmod.torch_private import dynamo_config
-
     made = torch.compile(function, dynamic=False, **_how(how, device))
 
     def call(*args: Any, **kwargs: Any) -> Any:

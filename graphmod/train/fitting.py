@@ -14,7 +14,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from graphmod.config import CompileMode
 from graphmod.errors import ConfigError
-from graphmod.train.activations import recompute_activations
 from graphmod.train.attention import NAME
 from graphmod.train.batches import Batches, Data, Items, described
 from graphmod.train.loss import IGNORED, OfRows, count_targets_of, criterion_of, own_logits
@@ -57,6 +56,8 @@ def fitted(
     model = build_model(config.model, dims, config.train.precision, device, config.train.seed, corpus.vocab_size)
     _require_supported(config, model, corpus)
     if config.train.activation_checkpointing:
+        from graphmod.train.activations import recompute_activations  # which no other run loads
+
         recompute_activations(model, config.graph.compile is not CompileMode.none)
     if isinstance(model, PreTrainedModel):
         if corpus.tokenizer is not None:

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -18,8 +18,6 @@ from graphmod.signature.flattening import flatten, rebuild
 from graphmod.step.buffers import mark_static
 from graphmod.step.entry import GraphStats
 from graphmod.torch_private import foreach_add_, foreach_copy_, foreach_mul_, unscale_, update_scale_
-from graphmod.train.activations import recomputed_layers
-from graphmod.train.compile import CompiledUpdate, compile_layers, compiled
 from graphmod.train.loss import CountTargets, count_targets_of, criterion_of, next_token_loss, weighted_mean
 from graphmod.train.parallel import (
     DataParallel,
@@ -36,6 +34,9 @@ from graphmod.train.settings import Scope, TrainGraphConfig, train_settings
 from graphmod.wrap.layers import edge_modules, find_layers, match_layers, ungraph, wrap
 from graphmod.wrap.module import CUDAGraphModule
 from graphmod.wrap.target import body_of
+
+if TYPE_CHECKING:
+    from graphmod.train.compile import CompiledUpdate
 
 # -- batches of any form: brought to fixed addresses on the device, and cut into microbatches --------------------------
 
@@ -167,7 +168,7 @@ class Iteration:
         nonfinite: str,
         scale_loss: bool,
         ema_decay: float | None,
-        compiled_update: CompiledUpdate | None = None,
+        compiled_update: "CompiledUpdate | None" = None,
         parallel: DataParallel | FullySharded | None = None,
     ) -> None:
         self.compiled_update, self.parallel = compiled_update, parallel
@@ -565,9 +566,11 @@ class TrainStep:
                 _say_eager()
         self._undo_compile: Callable[[], None] | None = None
         self._loss_fn = loss_fn
-        count_targets = count_targets or count_targets_of(loss_fn)
+        count_targets, compiled_update = count_targets or count_targets_of(loss_fn), None
         if compile != "none":
-            loss_fn = self._compile(loss_fn, compile)
+            from graphmod.train.compile import CompiledUpdate  # which no other step loads
+
+            loss_fn, compiled_update = self._compile(loss_fn, compile), CompiledUpdate(optimizer, compile)
         self.grad_norm: Tensor | None = None
         captured = self.config.scope is not Scope.none
         self._parallel: DataParallel | FullySharded | None = over_ranks(model, process_group, captured)
@@ -582,7 +585,7 @@ class TrainStep:
             nonfinite=nonfinite,
             scale_loss=scale_loss,
             ema_decay=ema_decay,
-            compiled_update=None if compile == "none" else CompiledUpdate(optimizer, compile),
+            compiled_update=compiled_update,
             parallel=self._parallel,
         )
         self._stage = Staging(self._iteration.device)
@@ -599,6 +602,9 @@ class TrainStep:
 
     def _compile(self, loss_fn: Callable, how: str) -> Callable:
         """Compiles what the scope captures; returns the loss function to use."""
+        from graphmod.train.activations import recomputed_layers
+        from graphmod.train.compile import compile_layers, compiled
+
         self.config = replace(self.config, warmup_steps=warmup_steps(self.config, how))
         device = next(self.model.parameters()).device
         again = recomputed_layers(self.model)
