@@ -1,12 +1,25 @@
 """Small words of reports and errors."""
 
 import difflib
+import json
 from collections.abc import Iterable, Sequence
+from enum import Enum
+from typing import Any
 
 
 def counted(number: int, noun: str) -> str:
     """`1 graph`, `2 graphs`, `2 launches`."""
     return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith("ch") else "s")
+
+
+def as_yaml(value: Any) -> str:
+    """A setting as files and the command line have it: `null`, `true`, `0.1`, `[a, b]`."""
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(as_yaml, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {as_yaml(one)}' for key, one in value.items())}}}"
+    plain = value.value if isinstance(value, Enum) else value
+    return json.dumps(plain) if plain is None or isinstance(plain, bool) else str(plain)
 
 
 def nearest(word: str, allowed: Iterable[str], cutoff: float = 0.5) -> str | None:

@@ -24,7 +24,7 @@ from graphmod.cli.start import CONFIGS, complain, say_plainly, unwritten
 from graphmod.decode.types import RequestError
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.settings import REFUSED_OPTIMIZERS, RunConfig
-from graphmod.words import nearest
+from graphmod.words import as_yaml, nearest
 
 # What other programs call a setting -> its last name here, its full name, or, with a value, what to write.
 _ELSEWHERE = {
@@ -153,6 +153,13 @@ def choice_to_write(group: str, choice: str, options: Iterable[str]) -> str:
 _WRONG_KIND = re.compile(r"Value '(.*)' (?:of type .* could not be converted to |is not a valid )(Integer|Float|bool)")
 _SEVERAL = re.compile(r"(?:Sweep parameters|Ambiguous value for argument) '(.*?)'(?: requires|$)", re.M)
 _KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
+_KINDS |= {
+    "int": _KINDS["Integer"],
+    "float": _KINDS["Float"],
+    "str": "a text",
+    "ListConfig": "a list",
+    "DictConfig": "a set of settings",
+}
 _OWN_FILES = ("--config", "--config-file", "--yaml")
 
 
@@ -286,8 +293,12 @@ def _reason(error: BaseException, kind: type) -> str:
     if several := _SEVERAL.match(str(error)):
         return _several_values(several[1], kind)
     if none := re.match(r"Could not override '(\w+)'\. No match in the defaults list", str(error)):
-        is_model = none[1] == "model" and kind is not RunConfig  # a group without choices
-        return "'model' is a group: write model.path=FOLDER" if is_model else unknown_key(none[1], kind)
+        group, settings = none[1], last_names(none[1], setting_names(kind))
+        if group == "model" and kind is not RunConfig:
+            return "'model' is a group: write model.path=FOLDER"
+        if settings and kind is not RunConfig:  # how tokens are drawn, which each request to a server says itself
+            return f"{group!r} has no choices here; write {group}.KEY=VALUE with one of: {', '.join(settings)}"
+        return unknown_key(group, kind)
     if isinstance(error, OverrideParseException):
         example = "'data.path=\"my text.txt\"'; a list is [a,b]"
         return f"cannot read {error.override!r}; put a value with special characters in quotes: {example}"
@@ -306,19 +317,31 @@ def _reason(error: BaseException, kind: type) -> str:
         return f"{key} refers to something that is not there: {reason}"
     if key == "train.loss" and reason.startswith("Cannot assign"):
         return f"train.loss has settings: write train.loss._target_={inner.value}"
-    if reason.endswith("is not Optional"):
-        reason = "null is not allowed"
-    elif wrong := _WRONG_KIND.match(reason):
+    if reason.endswith("is not Optional") or (inner.value is None and "is not a subclass of" in reason):
+        return f"{key} must be {_expected(key, kind)}, got null; leave it out for its default"
+    if wrong := _WRONG_KIND.match(reason):
         whole = re.fullmatch(r"(-?\d+)\.0", wrong[1]) if wrong[2] == "Integer" else None  # 1e3, as Hydra read it
         return f"{key} must be {_KINDS[wrong[2]]}, " + (f"such as {whole[1]}" if whole else f"got {wrong[1]!r}")
     elif "is not a ListConfig" in reason:
         reason = f"{inner.value!r} is not a list; write it as '{key}=[{inner.value}]'"
     elif "is not a subclass of" in reason:
         reason = f"{inner.value!r} is not a set of settings; {key!r} is a group: write {key}=CHOICE"
-    elif key == "graph.scope" and (allowed := re.search(r"expected one of \[(.*)\]", reason)):
-        scopes = [*allowed[1].split(", "), *(["auto"] if kind is RunConfig else [])]
-        reason += f"; write graph={(most_like(str(inner.value), scopes) or [', '.join(scopes)])[0]}"
+    elif reason.startswith("Invalid value"):
+        reason = f"{key} must be {_expected(key, kind)}, got {as_yaml(inner.value)}"
+        if key != "graph.scope":
+            return reason
+        scopes = of_command("graph", (file.stem for file in (CONFIGS / "graph").glob("*.yaml")), kind)
+        like = most_like(str(inner.value), scopes) or scopes
+        return f"{reason}; write {' or '.join(f'graph={one}' for one in like)}"
     return f"{key}: {reason}"
+
+
+def _expected(key: str, kind: type) -> str:
+    """What a setting may be, in words."""
+    default = OmegaConf.select(OmegaConf.structured(kind), key)
+    if isinstance(default, Enum):
+        return f"one of {', '.join(one.value for one in type(default))}"
+    return _KINDS.get(type(default).__name__, "a value")
 
 
 def without_name(argument: str, before: str, kind: type) -> str:

@@ -54,6 +54,7 @@ from graphmod.train.resume import (
 )
 from graphmod.train.run import Aborted, train
 from graphmod.train.settings import DeviceName, ParallelMode, RunConfig, plain_config
+from graphmod.words import as_yaml
 
 if TYPE_CHECKING:
     from graphmod.cli.launch import Peers
@@ -181,7 +182,7 @@ def job_settings(cfg: DictConfig, overrides: list[str]) -> tuple[DictConfig | di
         for part in path:
             was, place = was.get(part, {}), place.setdefault(part, {})
         if name not in _SAID and key in was and was[key] != value:
-            changed.append(f"{name} was {was[key]} and is now {value}")
+            changed.append(f"{name} was {as_yaml(was[key])} and is now {as_yaml(value)}")
         place[key] = value
     if "parallel.gpus" not in given and "parallel.mode" not in given and ranks_started() == 1:
         _start_as_many(settings, manifest)

@@ -26,6 +26,7 @@ from graphmod.train.folders import (
 from graphmod.train.optim import learning_rates
 from graphmod.train.result import RESULT_FILE, RunResult
 from graphmod.train.settings import ADAPTER_FILE, MERGED_FOLDER, RunConfig, plain_config
+from graphmod.words import as_yaml
 
 # -- the settings and the text that decide the numbers of a run, and whether two runs have the same --------------------
 
@@ -86,7 +87,8 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     defaults = _each({f"{group}.{name}": value for group, values in groups for name, value in values.items()})
     was = {name: defaults.get(name, value) for name, value in now.items()} | saved
     # Those that have nothing to do with this run are left out of its settings.
-    return [f"{name} was {was[name]} and is now {now.get(name)}" for name in sorted(was) if was[name] != now.get(name)]
+    changed = [(name, before, now.get(name)) for name, before in sorted(was.items()) if before != now.get(name)]
+    return [f"{name} was {as_yaml(before)} and is now {as_yaml(after)}" for name, before, after in changed]
 
 
 def all_settings(manifest: dict[str, Any]) -> dict[str, Any]:

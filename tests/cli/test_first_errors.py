@@ -305,6 +305,11 @@ def test_where_only_comparisons_have_models_generate_says_so(tmp_path, monkeypat
             ["model.path=my_texts", "hi"],
             "'hi' has no name; settings are written key=value, such as prompt=hi",
         ),
+        (
+            SERVE,
+            ["model.path=x", "decode=sample"],
+            "'decode' has no choices here; write decode.KEY=VALUE with one of: max_",
+        ),
         (SERVE, ["my_texts"], "such as model.path=my_texts"),
         (SERVE, ["serve.port=1", "tiny"], "such as model.path=tiny"),
         (GENERATE, ["model.path=my_texts", "prompt=one", "two"], 'put both in quotes: prompt="one two"'),

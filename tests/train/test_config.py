@@ -262,8 +262,36 @@ def test_an_unknown_enum_value_names_the_allowed_ones():
     assert "train.precision" in message and "fp32, bf16, bf16_mixed" in message
 
 
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("train.precision=null", "train.precision must be one of fp32, bf16, bf16_mixed, fp16_mixed, got null"),
+        ("optim.betas=null", "optim.betas must be a list, got null"),
+        ("optim.betas=[null,1]", "optim.betas[0] must be a number, got null"),
+        ("train.loss=null", "train.loss must be a set of settings, got null"),
+        ("train.checkpoint=null", "train.checkpoint must be true or false, got null"),
+    ],
+)
+def test_null_says_what_is_expected(typed, expected):
+    assert complaint(typed) == f"{expected}; leave it out for its default"
+
+
+@pytest.mark.parametrize(
+    ("typed", "write"),
+    [
+        ("graph.scope=decode", "graph=auto or graph=full_iteration or graph=none or graph=per_layer"),
+        ("graph.scope=auto", "graph=auto"),
+        ("graph.scope=true", "graph=full_iteration"),
+    ],
+)
+def test_a_scope_is_chosen_by_its_group(typed, write):
+    got = typed.partition("=")[2]
+    said = f"graph.scope must be one of none, per_layer, full_iteration, got {got}; write {write}"
+    assert complaint(typed) == said
+
+
 def test_null_where_a_number_is_needed_is_refused():
-    assert complaint("train.steps=null") == "train.steps: null is not allowed"
+    assert complaint("train.steps=null") == "train.steps must be a whole number, got null; leave it out for its default"
 
 
 def test_text_that_is_no_override_is_refused_in_words():

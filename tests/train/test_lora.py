@@ -144,7 +144,7 @@ def test_what_is_saved_beside_adapters_may_change_and_what_they_are_may_not(adap
         resumed(f"train.resume={run}", "model.lora.r=8")
     assert not (saved / MERGED_FOLDER).exists()
     overrides = [f"train.resume={run}", "model.lora.merge=true", "train.steps=8"]
-    assert job_settings(composed(*overrides), overrides)[1] == ["model.lora.merge was False and is now True"]
+    assert job_settings(composed(*overrides), overrides)[1] == ["model.lora.merge was false and is now true"]
     more = train(resumed(*overrides), tmp_path / "unused")
     assert more.losses == whole.losses and (run / more.checkpoint / MERGED_FOLDER / "config.json").is_file()
 
