@@ -2,14 +2,18 @@
 
     python benchmarks/attention.py --out benchmarks/results/attention.json
     python benchmarks/attention.py --shapes b1_544_of_2048
+    python benchmarks/attention.py --shapes choices --out choices.json
 
 Several layers run one after the other, each over keys of its own, as in a decode step. Attentions that cannot be used
-are listed with the reason. `gb_s` is how many keys and values of the contexts were read in a second, each counted once.
+are listed with the reason; `own` is what a model like Llama does by itself, over keys and values gathered for it.
+`gb_s` is how many keys and values of the contexts were read in a second, each counted once.
 """
 
 import argparse
+import functools
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +31,35 @@ SHAPES = {
     "b32_2000_of_2048": {"rows": 32, "heads": 32, "kv_heads": 8, "context": 2000, "max_seq_len": 2048},
     "b128_2000_of_2048": {"rows": 128, "heads": 32, "kv_heads": 8, "context": 2000, "max_seq_len": 2048},
 }
+CHOICES = {
+    f"b{rows}_{context}_of_{longest}": {
+        "rows": rows,
+        "heads": 32,
+        "kv_heads": 8,
+        "context": context,
+        "max_seq_len": longest,
+        "layers": layers,
+    }
+    for context, longest in ((2000, 2048), (16000, 16384))
+    for rows, layers in ((1, 8), (32, 4), (128, 2))  # as many as overflow the GPU's cache, and fit in its memory
+}
+"""Short and long contexts of few and many rows, which `--shapes choices` measures."""
+KNOWN = SHAPES | CHOICES
 
 
 def measure(shape: dict[str, int]) -> dict[str, Any]:
     """For each attention `us` and `gb_s`, or `unavailable` or `failed`: why there is no time."""
     import torch
 
-    from graphmod.decode.attention import IMPLEMENTATIONS, layers_of, time_graph
+    from graphmod.decode.attention import IMPLEMENTATIONS, OWN, layers_of, time_graph
     from graphmod.decode.cache import PagedCache, uniform
+    from graphmod.decode.types import AttentionName
 
     rows, context, longest = shape["rows"], shape["context"], shape["max_seq_len"]
-    sizes = uniform(shape["heads"], shape["kv_heads"], HEAD, LAYERS)
+    sizes = uniform(shape["heads"], shape["kv_heads"], HEAD, shape.get("layers", LAYERS))
     read = 2 * rows * context * shape["kv_heads"] * HEAD * 2
     found = {}
-    for name, one in IMPLEMENTATIONS.items():
+    for name, one in {**IMPLEMENTATIONS, AttentionName.own: OWN}.items():
         memory = PagedCache(sizes, rows * -(-longest // BLOCK), BLOCK, rows, torch.bfloat16, torch.device("cuda"))
         for tensor in (*memory.keys, *memory.values):
             tensor.normal_()
@@ -49,7 +68,8 @@ def measure(shape: dict[str, int]) -> dict[str, Any]:
             found[name.value] = {"unavailable": reason}
             continue
         try:
-            us = time_graph(*layers_of(one, memory, rows, context, longest))
+            call = own_layers if one is OWN else functools.partial(layers_of, one)
+            us = time_graph(*call(memory, rows, context, longest))
         except RuntimeError as error:
             found[name.value] = {"failed": f"{type(error).__name__}: {error}"[:300]}
         else:
@@ -63,12 +83,45 @@ def measure(shape: dict[str, int]) -> dict[str, Any]:
     return found
 
 
+def own_layers(memory: Any, rows: int, context: int, longest: int) -> tuple[Callable[[], Any], int]:
+    """A function that calls a model's own attention once for each layer; and for how many. All of `longest` is looked
+    at where the context does not fit into less.
+
+    Args:
+        memory: `PagedCache`.
+    """
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    from graphmod.decode.cache import GatheredView
+    from graphmod.decode.step import context_sizes
+
+    layer, settings = memory.layers[0], {"dtype": memory.dtype, "device": memory.device}
+    columns = next(size for size in context_sizes(BLOCK, longest, False) if size >= context)
+    table = torch.arange(rows * longest // BLOCK, device=memory.device).add(memory.first_block).view(rows, -1)
+    lengths = torch.full((rows,), context, device=memory.device)
+    query = torch.ones((rows, layer.heads, 1, HEAD), **settings)
+    new = torch.ones((rows, layer.kv_heads, 1, HEAD), **settings)
+    slots = memory.spare_slots[:rows]
+
+    def call(memory: Any, table: Any, lengths: Any, query: Any, new: Any, slots: Any) -> list[Any]:
+        view = GatheredView(memory, slots, table, lengths, columns, 1)
+        mask = view.mask.bool()[:, None, None, :]
+        return [
+            scaled_dot_product_attention(query, *view.update(new, new, number), attn_mask=mask, enable_gqa=True)
+            for number in range(len(memory.layers))
+        ]
+
+    return functools.partial(call, memory, table, lengths, query, new, slots), len(memory.layers)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default=",".join(SHAPES), help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--shapes", default=",".join(SHAPES), help=f"choices, or of {', '.join(KNOWN)}")
     parser.add_argument("--out", type=Path, help="write the results there as JSON")
     options = parser.parse_args()
-    shapes = chosen(parser, options.shapes, SHAPES, "--shapes")
+    wanted = ",".join(CHOICES) if options.shapes == "choices" else options.shapes
+    shapes = chosen(parser, wanted, KNOWN, "--shapes")
     if not gpu_is_there():
         return 2
     from importlib.metadata import PackageNotFoundError, version
@@ -77,8 +130,8 @@ def main() -> int:
 
     results = []
     for name in shapes:
-        times = measure(SHAPES[name])
-        results.append({"shape": name, **SHAPES[name], "attention": times})
+        times = measure(KNOWN[name])
+        results.append({"shape": name, **KNOWN[name], "attention": times})
         for which, found in times.items():
             said = f"{found}"
             if "us" in found:
@@ -90,7 +143,7 @@ def main() -> int:
         except PackageNotFoundError:
             flashinfer = None
         written = {
-            "command": "python benchmarks/attention.py",
+            "command": "python " + " ".join(sys.argv),
             "head_dim": HEAD,
             "layers": LAYERS,
             "dtype": "bfloat16",
