@@ -248,7 +248,10 @@ class CudaBackend:
                 if check is not None:
                     check(recorder, result)
             except BaseException:
-                self._abandon(graphs[-1], pool, spare)
+                try:
+                    graphs[-1].capture_end()
+                except RuntimeError:
+                    self._clean_up(graphs[-1:], pool, spare)
                 recorder.finish()
                 raise
             try:
@@ -257,7 +260,11 @@ class CudaBackend:
                 self._clean_up(graphs, pool, spare)
                 raise
             for graph, operations in zip(graphs, spans, strict=False):
-                self._instantiate(graph, operations)
+                try:
+                    spread(graph.raw_cuda_graph(), operations)
+                except Exception as error:  # an older driver: slower, but the same
+                    log.debug("multi-tensor operations of a graph stay as they are: %s", error)
+                graph.instantiate()
                 launches.append(launcher(graph))
             return result
 
@@ -288,19 +295,6 @@ class CudaBackend:
         except Exception as error:  # an older driver
             log.debug("multi-tensor operations stay as they are: %s", error)
             return None
-
-    def _instantiate(self, graph: torch.cuda.CUDAGraph, operations: list[tuple[int, int]]) -> None:
-        try:
-            spread(graph.raw_cuda_graph(), operations)
-        except Exception as error:  # an older driver: slower, but the same
-            log.debug("multi-tensor operations of a graph stay as they are: %s", error)
-        graph.instantiate()
-
-    def _abandon(self, graph: torch.cuda.CUDAGraph, pool: CudaPool, spare: list) -> None:
-        try:
-            graph.capture_end()
-        except RuntimeError:
-            self._clean_up([graph], pool, spare)
 
     def _clean_up(self, graphs: list[torch.cuda.CUDAGraph], pool: CudaPool, spare: list) -> None:
         """`capture_end` gave up half-way because CUDA had invalidated the capture: do the rest of its work."""

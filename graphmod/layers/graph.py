@@ -102,9 +102,9 @@ class LayerGraph(StepGraph):
             context.log_once(f"{context.name!r} {KEPT}", key="checkpoint")
         return super()._saving(inside)
 
-    def _find_parameters(self, given: list[Tensor], identities: set[int], recorder: Follower, oldest: int) -> None:
+    def _find_parameters(self, inside: Call, identities: set[int], recorder: Follower) -> None:
         """The leaves that the outputs depend on, found by walking the autograd graph that the capture built."""
-        arguments = {id(tensor) for tensor in given}
+        arguments = {id(tensor) for tensor in inside.leaves}
         for node in nodes_behind(self.results.retained):
             leaf: Any = getattr(node, "variable", None)
             if leaf is not None:
@@ -119,7 +119,7 @@ class LayerGraph(StepGraph):
                     self.edges.setdefault(id(leaf), GradientEdge(node, 0))
                 continue
             self.saves = self.saves or saves_tensors(node)
-            if node._sequence_nr() < oldest:
+            if node._sequence_nr() < inside.oldest:
                 raise CaptureRefused(
                     "uses a tensor from outside that was itself computed with gradients, whose history a graph cannot "
                     "follow; pass it as an argument"
@@ -147,7 +147,7 @@ class LayerGraph(StepGraph):
         direct = set(map(id, self.direct))
         first = next((p for p in self.context.around.parameters if id(p) in direct), None)
         self.witness = first if len(self.direct) > 1 else None
-        inputs = {i: get_gradient_edge(tensor) for i, tensor in enumerate(given) if tensor.requires_grad}
+        inputs = {i: get_gradient_edge(tensor) for i, tensor in enumerate(inside.leaves) if tensor.requires_grad}
         counts = {i: max(1, times(uses)) for i, uses in uses_of(inputs, self.results.retained).items()}
         apart = self.entry.used_outside
         self.differentiable = [i for i, count in counts.items() for _ in range(count if i in apart else 1)]

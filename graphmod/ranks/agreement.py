@@ -342,18 +342,15 @@ class Ballot:
         found = self._read(range(base, base + len(self._here)))
         least, most = min(low for low, _ in found), max(high for _, high in found)
         if self._several:
-            least, most = self._of_all_machines(torch.tensor([least, -most]))
+            both, options = torch.tensor([least, -most]), distributed.AllreduceOptions()
+            options.reduceOp = distributed.ReduceOp.MIN
+            try:
+                self._leaders.allreduce([both], options).wait()
+            except RuntimeError as error:
+                raise LateRanks(f"the machines of this program could not vote: {error}") from error
+            least, most = int(both[0]), -int(both[1])
             self._words[base + len(self._here)] = self._count << 8 | least << 4 | most
         return least, most
-
-    def _of_all_machines(self, both: torch.Tensor) -> tuple[int, int]:
-        options = distributed.AllreduceOptions()
-        options.reduceOp = distributed.ReduceOp.MIN
-        try:
-            self._leaders.allreduce([both], options).wait()
-        except RuntimeError as error:
-            raise LateRanks(f"the machines of this program could not vote: {error}") from error
-        return int(both[0]), -int(both[1])
 
     def _read(self, places: Any, who: str = "") -> list[tuple[int, int]]:
         """What lies at these places, once it is of this vote."""

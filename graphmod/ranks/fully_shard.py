@@ -173,17 +173,14 @@ class FixedPlaces:
         for group in param_groups():
             whole = {id(getattr(one, "_unsharded_param", None)) for one in group.fsdp_params}
             if whole & wanted and _can_be_held(group):
-                self._hold(group)
+                self._held.append(group)
+                if group.device.type == "cuda":
+                    self._pool, wait = self._pool or torch.cuda.MemPool(), getattr(group, _ALLOCATES)
+                    setattr(group, _ALLOCATES, functools.partial(_allocate, self._pool, group, wait))
+                    continue
+                for parameter in group.fsdp_params:
+                    setattr(parameter, _FREES, functools.partial(_destroy, parameter, getattr(parameter, _FREES)))
         return len(self._held) > before
-
-    def _hold(self, group: Any) -> None:
-        self._held.append(group)
-        if group.device.type == "cuda":
-            self._pool = self._pool or torch.cuda.MemPool()
-            setattr(group, _ALLOCATES, functools.partial(_allocate, self._pool, group, getattr(group, _ALLOCATES)))
-            return
-        for parameter in group.fsdp_params:
-            setattr(parameter, _FREES, functools.partial(_destroy, parameter, getattr(parameter, _FREES)))
 
     def release(self) -> None:
         """Leaves all groups as they were."""

@@ -116,9 +116,14 @@ class Bucket:
             Diverged: something else was computed where a gradient was to be.
         """
         if not recorded:
-            flat = self._lasting_for(gradients)
-            self.parts = _parts_for(flat, gradients)
-            return flat
+            # The same memory as the last time, unless somebody still holds gradients there: an optimizer's graph reads
+            # them at their address.
+            if self._lasting is None or storage_uses(self._lasting[1]._cdata) > self._lasting[2]:
+                flat = _empty_for(gradients)
+                storage = flat.untyped_storage()
+                self._lasting = flat, storage, storage_uses(storage._cdata)
+            self.parts = _parts_for(self._lasting[0], gradients)
+            return self._lasting[0]
         parts = [] if self._aimed is None else self._aimed[1]
         if any(gradients[i].data_ptr() != parts[i].data_ptr() for i in self._made):
             raise Diverged("a gradient was made by another operation than in the call before")
@@ -130,15 +135,6 @@ class Bucket:
             _aimed = None
         self.parts = _parts_for(flat, gradients)
         return flat
-
-    def _lasting_for(self, gradients: list[Tensor]) -> Tensor:
-        """The same memory as the last time, unless somebody still holds gradients there: an optimizer's graph reads
-        them at their address."""
-        if self._lasting is None or storage_uses(self._lasting[1]._cdata) > self._lasting[2]:
-            flat = _empty_for(gradients)
-            storage = flat.untyped_storage()
-            self._lasting = flat, storage, storage_uses(storage._cdata)
-        return self._lasting[0]
 
 
 _aimed: tuple[Tensor, list[Tensor]] | None = None

@@ -316,19 +316,14 @@ def _no_container(value: Any) -> Any:
         if value.nbytes > _MOST_BYTES:
             return Unrepeatable(value, f"a numpy array of {value.nbytes} bytes, which may change; pass a tensor")
         return Content(value)
-    if _grows(value):
+    caches = sys.modules.get("transformers.cache_utils")
+    if caches is not None and isinstance(value, caches.Cache) and not value.is_compileable:  # which makes tensors anew
         return Unrepeatable(
             value,
             f"a {type(value).__name__}, a key-value cache that grows from call to call (so generate() is eager, and "
             "needs nothing); pass use_cache=False where nothing is generated, or generate with graphmod.DecodeEngine",
         )
     return Opaque(value)
-
-
-def _grows(value: Any) -> bool:
-    """Whether it is a cache of transformers that makes its tensors anew in each call."""
-    caches = sys.modules.get("transformers.cache_utils")
-    return caches is not None and isinstance(value, caches.Cache) and not value.is_compileable
 
 
 def rebuild(structure: Any, leaves: list, made: list | None = None) -> Any:

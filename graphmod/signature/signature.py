@@ -49,13 +49,6 @@ def _names_of(tensor: Any) -> tuple | None:
     return tensor.names if _HAS_NAMES and tensor.has_names() else None
 
 
-def _attributes_key(tensor: Tensor) -> Any:
-    """Attributes with tensors or objects in them count as themselves; such a tensor is never captured."""
-    leaves: list[Tensor] = []
-    structure = flatten(attributes_of(tensor), leaves, {})
-    return (structure, tuple(map(id, leaves)))
-
-
 def has_own_gradient(tensor: Tensor) -> bool:
     """Whether a tensor is a leaf with a `.grad`, which code may read."""
     return tensor.requires_grad and is_leaf(tensor) and tensor.grad is not None
@@ -96,8 +89,10 @@ def tensor_key(tensor: Tensor) -> tuple:
         key += (("lazy", tensor.is_neg(), tensor.is_conj(), tensor._is_zerotensor()),)
     if (names := _names_of(tensor)) is not None:
         key += (names,)
-    if tensor.__dict__ and attributes_of(tensor):
-        key += (_attributes_key(tensor),)
+    if tensor.__dict__ and (own := attributes_of(tensor)):
+        # Those with tensors or objects in them count as themselves; such a tensor is never captured.
+        own_leaves: list[Tensor] = []
+        key += ((flatten(own, own_leaves, {}), tuple(map(id, own_leaves))),)
     if has_own_gradient(tensor):
         key += ("has a gradient",)
     return key

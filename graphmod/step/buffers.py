@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from graphmod.errors import CaptureRefused
 from graphmod.signature.call import Call
 from graphmod.signature.flattening import Leaf
-from graphmod.signature.signature import argument_paths, attributes_of, has_own_gradient, unusual
+from graphmod.signature.signature import STATIC, argument_paths, attributes_of, has_own_gradient, unusual
 from graphmod.step.entry import Entry
 from graphmod.torch_private import from_dlpack, storage_uses, to_dlpack
 from graphmod.trace.operations import address
@@ -32,7 +32,7 @@ def mark_static(tensor: Tensor) -> Tensor:
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"mark_static takes a tensor, got {type(tensor).__name__}")
-    vars(tensor)["_graphmod_static"] = True
+    vars(tensor)[STATIC] = True
     return tensor
 
 
@@ -141,22 +141,6 @@ class StaticInput:
     def __init__(self, tensor: Tensor, buffer: OwnedBuffer | None, name: str) -> None:
         self.tensor, self.buffer, self.name = tensor, buffer, name
         self.pointer = tensor.data_ptr()
-
-
-def adopted(source: Tensor, static: Any) -> Tensor | None:
-    """`source` as a view of the graph output it lies in, or None if it lies in none.
-
-    Args:
-        static: storage address -> the output tensor that owns it.
-    """
-    if source.is_conj() or source.is_neg():
-        return None
-    if getattr(source, "_graphmod_static", False):
-        return source.detach()
-    owner = static.get(address(source))
-    if owner is None or owner.dtype is not source.dtype:
-        return None
-    return owner.as_strided(source.size(), source.stride(), source.storage_offset() + owner.storage_offset())
 
 
 def without_history(tensor: Tensor) -> Tensor:
@@ -320,9 +304,13 @@ def static_memory(
         reader: see `OwnedBuffer.load`.
         known: a buffer that others read as well.
     """
-    memory = adopted(source, graph.context.group.static)
-    if memory is not None:
-        return memory, None
+    if not (source.is_conj() or source.is_neg()):
+        if getattr(source, STATIC, False):
+            return source.detach(), None
+        owner = graph.context.group.static.get(address(source))
+        if owner is not None and owner.dtype is source.dtype:
+            offset = source.storage_offset() + owner.storage_offset()
+            return owner.as_strided(source.size(), source.stride(), offset), None
     buffer = OwnedBuffer(source) if known is None else known
     graph.context.counters.copied_bytes += buffer.load(source, graph.tape.arena.passes, reader)
     return buffer.tensor.detach(), buffer

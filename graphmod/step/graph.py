@@ -116,7 +116,7 @@ class StepGraph:
                 raise CaptureRefused(reason)
             held = {*map(id, owned), *(id(tensor) for _, _, tensor in guards.slots)}
             self.results = Results(self, result, given, recorder, held)
-            self._find_parameters(given, identities, recorder, inside.oldest)
+            self._find_parameters(inside, identities, recorder)
 
         enabled = torch.is_grad_enabled()
 
@@ -188,13 +188,9 @@ class StepGraph:
             return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
-    def _find_parameters(self, given: list[Tensor], identities: set[int], recorder: Follower, oldest: int) -> None:
-        """Looks, within the capture, at what its results were computed from.
-
-        Args:
-            given: the static tensors that it was given; identities: those of the tensors that they stand for.
-            oldest: the sequence number of the first node of autograd's graph.
-        """
+    def _find_parameters(self, inside: Call, identities: set[int], recorder: Follower) -> None:
+        """Looks, within the capture, at what the results of the call that is captured were computed from; `identities`
+        are those of the tensors that its arguments stand for."""
 
     def forget_autograd(self) -> None:
         """Lets go of what the capture left behind for autograd."""

@@ -91,16 +91,13 @@ def asked_of(layer: nn.Module, kwargs: dict[str, Any]) -> tuple | None:
     the names of the arguments to fill. None if it is nothing."""
     variable = _variable()
     collector, collects = None if variable is None else variable.get(), None
-    if collector and any(_collects(module) for module in layer.modules() if module is not layer):
+    hooks = (hook for module in layer.modules() if module is not layer for hook in module._forward_hooks.values())
+    if collector and any(getattr(hook, "__qualname__", "").startswith(_HOOK) for hook in hooks):
         layers = collector.get(_LAYERS)
         counts = tuple((kind, len(found)) for kind, found in collector.items() if kind != _LAYERS)
         collects = counts, None if layers is None else tuple(sorted(layers))
     fills = tuple([name for name, value in kwargs.items() if value.__class__ is UserDict])
     return None if collects is None and not fills else (collects, fills)
-
-
-def _collects(module: nn.Module) -> bool:
-    return any(getattr(hook, "__qualname__", "").startswith(_HOOK) for hook in module._forward_hooks.values())
 
 
 class WithMore:
