@@ -42,7 +42,7 @@ from graphmod.signature.call import Call
 from graphmod.signature.flattening import unrepeatable
 from graphmod.signature.modes import FOREIGN, difference, key_reader
 from graphmod.step.context import Surroundings
-from graphmod.step.recording import watch
+from graphmod.step.recording import record_reads
 from graphmod.step.results import not_returned, not_to_be_made_again, outline
 from graphmod.torch_private import current_node
 from graphmod.trace.garbage import no_garbage_collection
@@ -128,7 +128,7 @@ class Part:
             )
         if modes[FOREIGN] is not None:
             self._add("the call", f"{modes[FOREIGN]}, and code under that is never captured", _KEEP_OUT)
-        recorder, notes, given = watch(call, gpu, self.root, before_collective=self._before_collective)
+        recorder, notes, given = record_reads(call, gpu, self.root, before_collective=self._before_collective)
         result = call.result
         changed = given.changed()
         changes = list(all_changes(notes))
@@ -154,10 +154,10 @@ class Part:
         if not_averaged is not None:
             self._add("DistributedDataParallel", not_averaged, "use its defaults, or call it without graphs")
         if result.differentiable:
-            self._watch_backward(call, gpu)
+            self._record_backward(call, gpu)
         return result.value
 
-    def _watch_backward(self, call: Call, gpu: int | None) -> None:
+    def _record_backward(self, call: Call, gpu: int | None) -> None:
         """Differentiates the result as the capture of a backward does: gradients come out, and nothing takes them."""
         outputs, leaves = call.result.differentiable, call.leaves
         plain = for_plain_backwards(call)

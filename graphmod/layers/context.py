@@ -12,7 +12,7 @@ from torch import Tensor
 from graphmod.guards.hooks import several_hooks
 from graphmod.layers.graph import DRAWS, LayerGraph, Ticket, draws_anew
 from graphmod.layers.node import InTurn, apply_replayed
-from graphmod.layers.recorded import RecordedBackward, for_plain_backwards, watch_backward
+from graphmod.layers.recorded import RecordedBackward, for_plain_backwards, record_backward
 from graphmod.layers.uses import Block, block_of_now, casts_of_its_own, learn_casts, learn_uses, shares_casts
 from graphmod.ranks.fully_shard import reads_parts
 from graphmod.signature.call import Call
@@ -84,7 +84,7 @@ class LayerContext(Context):
     def learn_uses(self, entry: Entry, call: Call, recording: Recording) -> None:
         learn_uses(self, entry, call)
         if recording.refused is None and call.result.differentiable:
-            watch_backward(self, entry, recording, call)
+            record_backward(self, entry, recording, call)
         if entry.keeps_casts:
             learn_casts(self, entry, call)
             entry.cast_apart(once=entry.casts_once and not recording.guards.compiled)
@@ -100,8 +100,8 @@ class LayerContext(Context):
         return False
 
     def eager_result(self, entry: Entry, call: Call, recording: Recording | None = None) -> Any:
-        if recording is not None and recording.its_backward.watched_for:
-            watch_backward(self, entry, recording, call)
+        if recording is not None and recording.its_backward.awaited:
+            record_backward(self, entry, recording, call)
         for tensor in call.result.differentiable[:1]:
             if entry.expect_backward() and not self.group.busy:
                 self.group.begin_pass()

@@ -16,7 +16,7 @@ from graphmod.guards.hooks import has_gradient_hooks, without_gradient_hooks
 from graphmod.layers.capture import capture_backward
 from graphmod.layers.graph import BackwardGraph, GradientsExchanged, LayerGraph, Outvoted, Ticket, changed_in_place
 from graphmod.layers.recorded import DIFFERENTIATED_AGAIN
-from graphmod.layers.uses import watch_sums
+from graphmod.layers.uses import compare_sums
 from graphmod.ranks.agreement import Choice, LateRanks
 from graphmod.signature.flattening import rebuild
 from graphmod.signature.modes import FOREIGN, entered_again
@@ -218,7 +218,7 @@ def _hand_out(known: BackwardGraph, ticket: Ticket) -> list[Tensor | None]:
             for one, whole in zip(found, known.wholes, strict=True)
         ]
     if ticket.graph.summed:
-        watch_sums(ticket.graph, ticket.node(), ticket.graph.summed, found)
+        compare_sums(ticket.graph, ticket.node(), ticket.graph.summed, found)
     return found
 
 
@@ -331,7 +331,7 @@ def recompute(
         _deliver([(p, grad) for p, grad in sums.items() if id(p) not in stash])
     context.counters.eager_calls += 1
     if graph.summed and ticket.node is not None:
-        watch_sums(graph, ticket.node(), graph.summed, through)
+        compare_sums(graph, ticket.node(), graph.summed, through)
     return through
 
 

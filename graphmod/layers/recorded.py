@@ -116,7 +116,7 @@ class RecordedBackward:
         return given in self.guards or (bool(self._silent) and tuple(map(max, given, self._silent)) == self._silent)
 
     @property
-    def watched_for(self) -> bool:
+    def awaited(self) -> bool:
         """Whether one that comes is to be judged."""
         return not self.guards or self.wanted > 0
 
@@ -244,7 +244,7 @@ class BackwardOfCall:
         self._finish(self)
 
 
-def watch_backward(context: Context, entry: Entry, recording: Recording, call: Call) -> None:
+def record_backward(context: Context, entry: Entry, recording: Recording, call: Call) -> None:
     """Has the backward of an eager call judged, when it comes.
 
     Args:

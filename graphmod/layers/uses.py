@@ -153,7 +153,7 @@ class Sum:
                 self._otherwise()
 
 
-def watch_sums(graph: Any, node: Any, places: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
+def compare_sums(graph: Any, node: Any, places: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
     """Tells in the backward that runs now where autograd adds more to a sum that a call made of its argument's uses:
     code outside has begun to use that argument, too.
 
@@ -163,7 +163,7 @@ def watch_sums(graph: Any, node: Any, places: Sequence[int], gradients: Sequence
     """
     task = current_backward()
 
-    def watch(place: int, part: Tensor, end: Node, number: int) -> None:
+    def compare_when_there(place: int, part: Tensor, end: Node, number: int) -> None:
         def compare(totals: Sequence[Tensor | None]) -> None:
             handle.remove()
             total = totals[number]
@@ -176,7 +176,7 @@ def watch_sums(graph: Any, node: Any, places: Sequence[int], gradients: Sequence
     for place in places:
         part, (end, number) = gradients[place], ends[place]
         if part is not None and end is not None:
-            watch(place, part, end, number)
+            compare_when_there(place, part, end, number)
 
 
 def _tell_of_others(graph: Any, place: int, part: Tensor, total: Tensor) -> None:

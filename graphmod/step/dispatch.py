@@ -23,11 +23,12 @@ from graphmod.step.context import Context
 from graphmod.step.entry import Entry
 from graphmod.step.graph import StepGraph
 from graphmod.step.group import LOOKS
-from graphmod.step.recording import Recording, follow, record
+from graphmod.step.recording import Recording, record, record_operations
 from graphmod.torch_private import current_node, is_fx_tracing, is_traced, next_sequence_number, top_saved_tensors_hooks
 from graphmod.trace import dispatch
 from graphmod.trace.hazards import COMPILES
 from graphmod.trace.operations import is_stale
+from graphmod.trace.recorder import Recorder
 from graphmod.trace.undo import let_through, under_way, undo_left
 
 ON_ACCUMULATOR = (
@@ -385,7 +386,8 @@ def verify(context: Context, entry: Entry, call: Call, recording: Recording) -> 
     began = time.perf_counter()
     context.ran_eagerly()
     context.counters.verified += 1
-    recorder, _ = alone(context, entry, lambda: follow(call, context.group.gpu))
+    recorder = Recorder(call.leaves, gpu=context.group.gpu)
+    alone(context, entry, lambda: record_operations(call, recorder))
     difference = recording.script.compare(recorder.trace)
     context.group.verification.took(time.perf_counter() - began)
     if difference is not None:

@@ -96,7 +96,7 @@ def record(call: Call, gpu: int | None, *roots: Any) -> Recording:
         roots: what it works on besides its arguments.
     """
     began, compiled = time.perf_counter(), frames_compiled()
-    recorder, notes, given = watch(call, gpu, *roots)
+    recorder, notes, given = record_reads(call, gpu, *roots)
     returned = outline(call.result)
     refused = str(recorder.hazards[0]) if recorder.hazards else None
     refused = refused or (BACKWARD_OUTSIDE if recorder.unfinished else None)
@@ -120,43 +120,28 @@ def record(call: Call, gpu: int | None, *roots: Any) -> Recording:
     )
 
 
-def watch(
+def record_reads(
     call: Call, gpu: int | None, *roots: Any, before_collective: Callable | None = None
 ) -> tuple[Recorder, Notes, Given]:
-    """Makes a call; returns all that watched it, before anything is made of that. See `record`, and `Recorder` for
-    `before_collective`."""
+    """Makes a call; returns all that recorded it, what its Python read too, before anything is made of that. See
+    `record`, and `Recorder` for `before_collective`."""
     given, draws = Given(call), HostDraws(gpu is not None)
     notes = noting(call.function, call.args, call.kwargs, *roots, host_draws=draws)
-    around = given, notes  # in this order: notes must not see what `given` does
-    recorder, entered = follow(call, gpu, *around, before_collective=before_collective, host_draws=draws)
+    recorder = Recorder(call.leaves, gpu=gpu, before_collective=before_collective, host_draws=draws)
+    entered = record_operations(call, recorder, given, notes)  # in this order: notes must not see what `given` does
     recorder.hazards += draws.finish(call.result.value)
     return recorder, entered[1], given
 
 
-def follow(
-    call: Call,
-    gpu: int | None,
-    *around: AbstractContextManager,
-    before_collective: Callable | None = None,
-    host_draws: HostDraws | None = None,
-) -> tuple[Recorder, list[Any]]:
-    """Makes a call and records its operations.
-
-    Args:
-        around: what is to be entered before the recorder.
-        before_collective, host_draws: see `Recorder`.
-
-    Returns:
-        The record, and what entering gave.
-    """
-    recorder = Recorder(call.leaves, gpu=gpu, before_collective=before_collective, host_draws=host_draws)
+def record_operations(call: Call, recorder: Recorder, *around: AbstractContextManager) -> list[Any]:
+    """Makes a call that is recorded by a recorder, and by what is entered before that; returns what entering gave."""
     call.oldest = next_sequence_number()
     dispatch.has_key()  # which imports much when it is first asked: not while frames are watched
     # What a graph casts, it casts itself; the recorded call must do so too. With gradients, `layers.uses` does.
     casts = any_autocast() and not torch.is_grad_enabled()
     threads, grad = backward_threads(), torch.is_grad_enabled()
 
-    def run(undo: Undo) -> tuple[Recorder, list[Any]]:
+    def run(undo: Undo) -> list[Any]:
         if casts:
             undo.enter(keeping_none())
         undo.enter(no_garbage_collection())
@@ -166,6 +151,6 @@ def follow(
         entered = [undo.enter(one) for one in around]
         undo.enter(recorder)
         call.result = resolved(call())
-        return recorder, entered
+        return entered
 
     return undoing(run)

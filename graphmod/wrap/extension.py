@@ -23,7 +23,7 @@ from graphmod.guards.guards import HOOKS, Guards, TensorWatch
 from graphmod.signature.call import Call
 from graphmod.step.buffers import mark_static
 from graphmod.step.group import Group
-from graphmod.step.recording import watch
+from graphmod.step.recording import record_reads
 from graphmod.trace import dispatch
 from graphmod.trace.compiled import CompiledGraph
 from graphmod.trace.garbage import no_garbage_collection
@@ -78,7 +78,7 @@ class Reads:
     """
 
     def __init__(self, call: Callable, args: tuple, device: torch.device, root: torch.nn.Module) -> None:
-        _, notes, _ = watch(Call(call, args, {}), device.index if device.type == "cuda" else None, root)
+        _, notes, _ = record_reads(Call(call, args, {}), device.index if device.type == "cuda" else None, root)
         if (changes := what_changed(notes)) is not None:
             raise CaptureRefused(changes)
         self._guards = Guards(notes)
