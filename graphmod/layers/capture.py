@@ -159,18 +159,18 @@ class _Capture:
         if graph.graph.seen.ran_compiled or None not in self._into:
             self._once(None)
             return
-        places = group.places.get(shape)
-        if places is not None:
-            if not self._once(places):
+        producers = group.producers.get(shape)
+        if producers is not None:
+            if not self._once(producers):
                 return
             self.discard()  # other operations than the first of its kind had
             group.backend.set_random_state(state)
-        group.places[shape] = places = self._find_places()
+        group.producers[shape] = producers = self._find_producers()
         self.discard()
         group.backend.set_random_state(state)
-        self._once(places)
+        self._once(producers)
 
-    def _find_places(self) -> list[Producer | None]:
+    def _find_producers(self) -> list[Producer | None]:
         """Captures only to see which operation makes each parameter's gradient; None where nothing can compute it
         straight into a buffer, or where it makes two of them. No gradient is kept, so this takes no memory for all of
         them at once."""
@@ -185,29 +185,29 @@ class _Capture:
         def arrived(position: int, grad: Tensor | None) -> Tensor | None:
             if grad is None:  # a custom function may give a parameter that it reads no gradient
                 return None
-            place = _follower().producer_of(grad)
-            if place is not None and grad.stride() == graph.direct[position].stride():
-                found[position] = place
+            producer = _follower().producer_of(grad)
+            if producer is not None and grad.stride() == graph.direct[position].stride():
+                found[position] = producer
             return instead[position]
 
         hooks = [functools.partial(arrived, position) for position in range(len(graph.direct))]
         pool, generators = graph.tape.arena.pool, graph.recording.generators
         self._captured, _ = group.backend.capture(run, pool, self._given, generators)
-        first = {place.index: position for position, place in reversed(list(enumerate(found))) if place is not None}
-        return [place if place and first[place.index] == position else None for position, place in enumerate(found)]
+        first = {one.index: position for position, one in reversed(list(enumerate(found))) if one is not None}
+        return [one if one and first[one.index] == position else None for position, one in enumerate(found)]
 
-    def _once(self, places: list[Producer | None] | None) -> bool:
-        """Captures with the gradients at `places` computed straight into their buffers; returns whether those were not
-        the places for any of them."""
+    def _once(self, producers: list[Producer | None] | None) -> bool:
+        """Captures with the gradients that `producers` make computed straight into their buffers; returns whether one
+        of them made something else."""
         graph, buffers = self._graph, self._buffers
         self._aimed = {
-            position: place
-            for position, (place, target) in enumerate(zip(places or (), self._into, strict=bool(places)))
-            if place is not None and target is None
+            position: producer
+            for position, (producer, target) in enumerate(zip(producers or (), self._into, strict=bool(producers)))
+            if producer is not None and target is None
         }
         targets = {
-            place.index: buffers[position].memory.as_strided(place.size, place.stride)
-            for position, place in self._aimed.items()
+            producer.index: buffers[position].memory.as_strided(producer.size, producer.stride)
+            for position, producer in self._aimed.items()
         }
         self._captured, _ = self._group.backend.capture(
             self._run, graph.tape.arena.pool, self._given, graph.recording.generators, self._check, targets

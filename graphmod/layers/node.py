@@ -136,7 +136,7 @@ def _graph_for(ticket: Ticket, grads: tuple[Tensor | None, ...], pending: set[in
     graph: LayerGraph = ticket.graph
     context, entry, tape, known = graph.context, graph.entry, graph.tape, graph.backward
     group = context.group
-    otherwise = graph.watch.differentiated_otherwise()
+    otherwise = graph.guards.differentiated_otherwise()
     if known is not None:  # else autograd compares the versions of what it saved
         changed = ticket.changed()
         if changed and any(parameter is weight for parameter in changed for weight in known.weights):

@@ -35,7 +35,7 @@ _MANY = 16  # calls of one iteration: more are told of, because they may be resu
 _IDLE = 4  # times max_graphs: calls for which a signature was not used before its graphs make room for another's
 
 
-def place(context: Context, entry: Entry, reason: str, recording: Recording) -> Tape | None:
+def choose_tape(context: Context, entry: Entry, reason: str, recording: Recording) -> Tape | None:
     """The tape on which this call may be captured now, or None to run it eagerly.
 
     Args:

@@ -18,7 +18,7 @@ from graphmod.signature.call import Call, Flat
 from graphmod.signature.flattening import unrepeatable
 from graphmod.signature.modes import FOREIGN, difference
 from graphmod.signature.signature import Signature, argument_paths, tensor_key
-from graphmod.step.capture import CANNOT_MOVE, CAPTURE_ANOTHER, IN_USE, UNFINISHED, affordable, capture, place
+from graphmod.step.capture import CANNOT_MOVE, CAPTURE_ANOTHER, IN_USE, UNFINISHED, affordable, capture, choose_tape
 from graphmod.step.context import Context
 from graphmod.step.entry import Entry
 from graphmod.step.graph import StepGraph
@@ -136,7 +136,7 @@ def _run(context: Context, call: Call) -> Any:
         return warm_up(context, entry, call)
     if context.awaits_backward(entry, recording):
         return eager(context, call, entry, recording)
-    tape = place(context, entry, reason, recording)
+    tape = choose_tape(context, entry, reason, recording)
     if tape is None:
         return eager(context, call, entry, recording)
     if not agrees(context, entry, Choice.capture):
@@ -256,7 +256,7 @@ def launch(context: Context, graph: StepGraph, leaves: list[Tensor], careful: bo
     try:
         if early:
             graph.graph.start()  # the GPU works while the host looks
-        reason = graph.changed() if graph.starts_early and not careful else None
+        reason = graph.guards.changed() if graph.starts_early and not careful else None
         if reason is None and not agrees(context, entry, Choice.replay):
             reason = "another rank runs eagerly"
         if reason is not None:

@@ -138,8 +138,8 @@ class StepGraph:
             if changed is not None:
                 raise CaptureRefused(f"changes its own state as it runs, {NOT_REPLAYED}: {changed}")
             seen = captured.seen
-            self.watch = Watch(guards, seen, owned, grads, owned if recording.backward else self.parameters)
-            refuse_unseen(seen, self.watch.unseen)
+            self.guards = GraphGuards(guards, seen, owned, grads, owned if recording.backward else self.parameters)
+            refuse_unseen(seen, self.guards.unseen)
             if context.agreement is not None and not context.agreement.captured(True):
                 raise CaptureRefused(ELSEWHERE)
         except BaseException:
@@ -200,7 +200,7 @@ class StepGraph:
 
     def unfit(self, leaves: list[Tensor], careful: bool) -> str | None:
         """Why this graph cannot take these arguments at these addresses, or None. Unless `careful`, a graph that starts
-        early leaves the rest of the check to `changed`, after its start."""
+        early leaves the rest of the check to `guards`, after its start."""
         for index, pointer in self._adopted:
             if leaves[index].data_ptr() != pointer:
                 return f"{self.inputs[index].name} is at another address than when it was captured"
@@ -217,14 +217,10 @@ class StepGraph:
                     if buffer.users > 1 and not buffer.free_for(leaves[index], arena.passes):
                         return f"the copy of another {self.inputs[index].name} is still needed"
         if not self.starts_early or careful:
-            unfit = self.changed()
+            unfit = self.guards.changed()
         else:
-            unfit = "a tensor it reads has moved to another address" if self.watch.gone() else None
+            unfit = "a tensor it reads has moved to another address" if self.guards.gone() else None
         return unfit or self.recording.host_draws.choose_otherwise()
-
-    def changed(self) -> str | None:
-        """What is no longer as it was at the capture, or None."""
-        return self.watch.changed()
 
     def random_state(self) -> tuple[Any, list]:
         """Where the generators are that it and its code draw from; for `set_random_state`."""
@@ -409,7 +405,7 @@ def _where(grad: Tensor | None) -> int:
     return 0 if grad is None else part(grad).data_ptr()
 
 
-class Watch:
+class GraphGuards:
     """Compares the present with the moment of a capture: the guards of the recorded call, the gradients it met, and the
     tensors that it reads by address, which are held.
 

@@ -79,7 +79,7 @@ class Group:
         self.shares_casts = False  # see `layers.uses`
         self.tied: dict[int, Tensor] = {}
         self.stash: dict[int, Tensor] = {}
-        self.places: dict[tuple, list] = {}
+        self.producers: dict[tuple, list] = {}  # of gradients, by the shape of a capture; see `layers.capture`
         self.static: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.context: tuple | None = None
         self.begun = 0  # passes
@@ -239,7 +239,7 @@ class Group:
         self.parameters.clear()
         self.shared.clear()
         self.shared.update(self.tied)
-        self.places.clear()
+        self.producers.clear()
         self.stash.clear()
         self.static.clear()
         self.buffers.clear()
