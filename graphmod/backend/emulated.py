@@ -7,6 +7,7 @@ import `trace` and `torch_private`.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -49,7 +50,7 @@ class EmulatedGraph(Graph):
         self._journal: _Journal | None = None
         self._until_write: int | None = None
         self._messages = _Messages()
-        self._is_whole = False
+        self._is_whole = False  # not to be started before it may also be finished
 
     @property
     def start(self) -> Callable[[], None] | None:
@@ -62,10 +63,6 @@ class EmulatedGraph(Graph):
     def replay(self) -> None:
         self._start()
         self._finish()
-
-    def keep_whole(self) -> None:
-        """Lets it not be started before it may also be finished."""
-        self._is_whole = True
 
     def _start(self) -> None:
         """Runs what comes before the first write to memory from outside."""
@@ -102,11 +99,6 @@ class EmulatedGraph(Graph):
     def resized(self, storage: torch.UntypedStorage) -> None:
         self._calls.append((storage.resize_, (storage.nbytes(),), {}))
 
-    def undo(self) -> None:
-        """Undoes what recording did. Its first replay is the first time that it runs as a whole."""
-        self.discard()
-        self._ran, self._journal = True, None
-
     def before(self, tensors: list[Tensor]) -> list[Tensor]:
         """Copies of what tensors from outside were before the capture, while its first replay is still to come."""
         return [tensor.clone() if self._journal is None else self._journal.before(tensor) for tensor in tensors]
@@ -124,7 +116,7 @@ class EmulatedGraph(Graph):
             if values.untyped_storage().resizable():  # else it is memory of somebody else: an array of numpy
                 self._calls.append((values.copy_, (values.clone(),), {}))
             return
-        message = self._messages.of(about.name)
+        message = {"c10d::send": self._messages.send, "c10d::recv_": self._messages.receive}.get(about.name)
         if message is not None:
             self._calls.append((message, (op._op, *map(_frozen, args)), {}))
             return
@@ -161,12 +153,9 @@ def _run_and_copy(run: Callable, args: tuple, kwargs: dict, kept: list[tuple[int
                 f"{run} made a tensor of shape {tuple(made.shape)}, in the capture {tuple(memory.shape)}"
             )
         if made.stride() == memory.stride() and 0 in memory.stride():  # several elements in one place
-            made, memory = (tensor.as_strided(_distinct(tensor), tensor.stride()) for tensor in (made, memory))
+            sizes = [min(size, 1) if not step else size for size, step in zip(made.size(), made.stride(), strict=True)]
+            made, memory = (tensor.as_strided(sizes, tensor.stride()) for tensor in (made, memory))
         memory.copy_(made)
-
-
-def _distinct(tensor: Tensor) -> list[int]:
-    return [min(size, 1) if not stride else size for size, stride in zip(tensor.size(), tensor.stride(), strict=True)]
 
 
 def _frozen(value: Any) -> Any:
@@ -230,10 +219,6 @@ class _Messages:
         """Begins to receive into these tensors."""
         self._coming.append((Work.unbox(run(tensors, *others)), _memory_of(tensors)))
 
-    def of(self, name: str) -> Callable | None:
-        """What repeats an operator, by the name in its schema, if it is one of these."""
-        return {"c10d::send": self.send, "c10d::recv_": self.receive}.get(name)
-
     def before(self, values: Any) -> None:
         """Waits for what comes into the memory of these values."""
         if not self._coming:
@@ -267,13 +252,10 @@ def _without_running(op: Any, args: tuple, kwargs: dict) -> Any:
     for position, argument in enumerate(op._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             return kwargs[argument.name] if argument.name in kwargs else args[position]
-    shapes = op(*map(_without_memory, args), **{key: _without_memory(value) for key, value in kwargs.items()})
+    meta = functools.partial(each_tensor, change=lambda one: one.detach().to("meta"))
+    shapes = op(*map(meta, args), **{key: meta(value) for key, value in kwargs.items()})
     device = next(tensors_in((*args, *kwargs.values()))).device
     return each_tensor(shapes, lambda one: torch.empty_like(one, device=device))
-
-
-def _without_memory(value: Any) -> Any:
-    return each_tensor(value, lambda one: one.detach().to("meta"))
 
 
 class EmulatedBackend:
@@ -336,12 +318,12 @@ class EmulatedBackend:
             recorder.finish()
             raise
         graph.seen = recorder.finish()
-        if recorder.collectives:  # none of which has run
-            graph.undo()
+        if recorder.collectives:  # none of which has run: its first replay is the first time that it runs as a whole
+            journal.undo()
+            graph._ran, graph._journal = True, None
             for generator, state in before:
                 generator.set_state(state)
-        if not split and (recorder.written or recorder.inputs_written or recorder.collectives):
-            graph.keep_whole()
+        graph._is_whole = not split and bool(recorder.written or recorder.inputs_written or recorder.collectives)
         for _, args, kwargs in graph._calls:
             for tensor in tensors_in((*args, *kwargs.values())):
                 where = address(tensor)
