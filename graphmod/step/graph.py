@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from graphmod.backend.cuda import renew_gradient_accumulators
 from graphmod.errors import CaptureRefused, SuccessorFailed
@@ -123,7 +123,7 @@ class StepGraph:
         def capture(undo: Undo) -> Any:
             undo.then(lambda error: is_interrupt(error) and torch.set_grad_enabled(enabled))
             undo.enter(as_memory(owned))
-            undo.enter(own_ends(self, guards, identities))
+            undo.enter(own_ends(self, identities))
             pool, script = self.tape.arena.pool, recording.script
             split = not generators and not entry.account.failures
             return group.backend.capture(run, pool, given, generators, check, split=split, script=script)
@@ -327,13 +327,6 @@ class StepGraph:
             torch.autograd.graph.increment_version(self.inputs[index].tensor if leaves is None else leaves[index])
 
 
-def _runs_backward(graph: StepGraph) -> bool:
-    """Whether the callable runs a backward itself."""
-    if isinstance(graph.context.root, nn.Module):
-        return False
-    return graph.recording.backward
-
-
 class own_ends:
     """Lets the autograd graph of a capture end at AccumulateGrad nodes of its own; whoever comes after it makes others
     again.
@@ -350,16 +343,32 @@ class own_ends:
 
     Args:
         graph: about to be captured.
-        found: what the recorded call read.
         given: the identities of its arguments. It has aliases of those, and calls before this one led to their nodes.
     """
 
-    def __init__(self, graph: StepGraph, found: Guards, given: set[int]) -> None:
-        self._graph, self._backend, self._places = graph, graph.context.group.backend, _replaced(graph, found)
+    def __init__(self, graph: StepGraph, given: set[int]) -> None:
+        context, group, found = graph.context, graph.context.group, graph.recording.guards
+        self._graph, self._backend = graph, group.backend
+        owned, with_grad = found.parameters(), torch.is_grad_enabled()
+        runs_backward = graph.recording.backward and not context.is_module
+        kept = owned if context.waiting() else [parameter for parameter in owned if has_gradient_hooks(parameter)]
+        held = {id(names) for names, _, _ in found.attributes}
+        elsewhere = {id(tensor) for container, _, tensor in found.slots if id(container) not in held}
+        wanted = {*group.shared, *map(id, () if runs_backward else kept)} - elsewhere
+        # Autocast keeps its casts of parameters, not of views. What a first attempt trips over, a second goes without.
+        casts = graph.entry.signature.modes[AUTOCAST]
+        if not with_grad or (casts is not None and casts[-1]) or graph.entry.account.failures:
+            wanted = set()
+        self._places = [place for place in found.attributes if id(place[2]) in wanted and place[2].requires_grad]
         self._parameters: dict[int, Tensor] = {id(parameter): parameter for _, _, parameter in self._places}
         # Then the backward goes on behind the views, to nodes of the capture too.
-        self._within = _runs_backward(graph) and not graph.context.group.busy
-        self._renewed = _to_renew(graph, found, given, set(self._parameters))
+        self._within = runs_backward and not group.busy
+        known = {id(parameter): parameter for parameter in (*owned, *context.around.parameters)}
+        keep = self._parameters.keys() | group.shared.keys()
+        keep |= given - {id(one) for *_, one in (*found.attributes, *found.slots)}
+        if not self._within:  # whoever leads to the node of now runs the hooks, too
+            keep |= {key for key, parameter in known.items() if has_gradient_hooks(parameter)}
+        self._renewed = [parameter for key, parameter in known.items() if key not in keep] if with_grad else []
         self._renewed += self._parameters.values() if self._within else ()
 
     def __enter__(self) -> None:
@@ -373,32 +382,6 @@ class own_ends:
         for names, key, parameter in self._places:
             names[key] = parameter
         renew_gradient_accumulators(self._renewed)
-
-
-def _replaced(graph: StepGraph, found: Guards) -> list[tuple[dict, str, nn.Parameter]]:
-    """The places of parameters in modules that are to be given views."""
-    context, entry = graph.context, graph.entry
-    owned = found.parameters()
-    kept = owned if context.waiting() else [parameter for parameter in owned if has_gradient_hooks(parameter)]
-    kept = [] if _runs_backward(graph) else kept
-    held = {id(names) for names, _, _ in found.attributes}
-    elsewhere = {id(tensor) for container, _, tensor in found.slots if id(container) not in held}
-    wanted = {*context.group.shared, *map(id, kept)} - elsewhere if torch.is_grad_enabled() else set()
-    # Autocast keeps its casts of parameters, not of views. What a first attempt trips over, a second goes without.
-    casts = entry.signature.modes[AUTOCAST]
-    if (casts is not None and casts[-1]) or entry.account.failures:
-        wanted = set()
-    return [place for place in found.attributes if id(place[2]) in wanted and place[2].requires_grad]
-
-
-def _to_renew(graph: StepGraph, found: Guards, given: set[int], stood_in: set[int]) -> list[Tensor]:
-    context = graph.context
-    known = {id(parameter): parameter for parameter in (*found.parameters(), *context.around.parameters)}
-    keep = stood_in | context.group.shared.keys()
-    keep |= given - {id(one) for *_, one in (*found.attributes, *found.slots)}
-    if context.group.busy or not _runs_backward(graph):  # whoever leads to the node of now runs the hooks, too
-        keep |= {key for key, parameter in known.items() if has_gradient_hooks(parameter)}
-    return [parameter for key, parameter in known.items() if key not in keep] if torch.is_grad_enabled() else []
 
 
 def _where(grad: Tensor | None) -> int:
