@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import operator
 import random
-import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -38,18 +38,6 @@ from graphmod.trace.undo import Undo, is_interrupt, let_through, undoing
 _grad, _data_ptr, _requires_grad = operator.attrgetter("grad"), Tensor.data_ptr, operator.attrgetter("requires_grad")
 ELSEWHERE = "another rank could not capture it"
 ALIGNED_OTHERWISE = "an argument begins at another place within 16 bytes than when it was captured"
-
-
-def _python_random_state() -> tuple[Any, Any]:
-    """The random states of Python and, if it is in use, numpy, which captured code may draw from."""
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else numpy.random.get_state()
-
-
-def _restore_python_random_state(state: tuple[Any, Any]) -> None:
-    random.setstate(state[0])
-    if state[1] is not None:
-        sys.modules["numpy"].random.set_state(state[1])
 
 
 class StepGraph:
@@ -128,7 +116,7 @@ class StepGraph:
             split = not generators and not entry.account.failures
             return group.backend.capture(run, pool, given, generators, check, split=split, script=script)
 
-        python_random, generators = _python_random_state(), recording.generators
+        python_random, numpy_random, generators = random.getstate(), numpy.random.get_state(), recording.generators
         states = [(generator, generator.get_state()) for generator in generators]
         states += recording.host_draws.states()
         random_state, captured = group.backend.random_state(), None
@@ -148,7 +136,8 @@ class StepGraph:
             group.backend.set_random_state(random_state)
             put_back(states)
             guards.restore()
-            _restore_python_random_state(python_random)
+            random.setstate(python_random)
+            numpy.random.set_state(numpy_random)
             for parameter, grad in zip(owned, grads_then, strict=True):
                 if parameter.grad is not grad:
                     parameter.grad = grad
