@@ -14,13 +14,13 @@ from graphmod.errors import CaptureRefused
 from graphmod.guards.changes import what_changed
 from graphmod.guards.guards import Guards
 from graphmod.layers.graph import BackwardGraph, Gradients, LayerGraph, changed_in_place
+from graphmod.layers.group import LayerGroup, Loans
 from graphmod.ranks.agreement import LateRanks
 from graphmod.ranks.fully_shard import taken_together
 from graphmod.reads.frames import noting
 from graphmod.step.buffers import StaticInput, StaticOutput, static_memory
-from graphmod.step.gradients import GradientBuffer, Loans, Whole, is_split, kind_of, part
+from graphmod.step.gradients import GradientBuffer, Whole, is_split, kind_of, part
 from graphmod.step.graph import ELSEWHERE, refuse_unseen
-from graphmod.step.group import Group
 from graphmod.torch_private import foreach_add_
 from graphmod.trace import dispatch
 from graphmod.trace.operations import address
@@ -45,7 +45,7 @@ def capture_backward(graph: LayerGraph, grads: tuple[Tensor | None, ...], modes:
     Raises:
         RuntimeError: something saved for the backward was changed in place since, as eager says it.
     """
-    context, entry, group = graph.context, graph.entry, graph.context.group
+    context, entry, group = graph.context, graph.entry, graph.group
     began = time.perf_counter()
     capture = _Capture(graph)
     try:
@@ -91,7 +91,7 @@ class _Capture:
 
     def __init__(self, graph: LayerGraph) -> None:
         self._graph = graph
-        self._group = graph.context.group
+        self._group = graph.group
         self._captured: Any = None
         self._steps: list[tuple] = []  # of the run before
         self.repeats = False  # code that ran once runs again, and may have changed itself what it needs
@@ -294,7 +294,7 @@ def _own(grad: Tensor, taken: set[int]) -> Tensor:
     return grad
 
 
-def buffers_for(group: Group, parameters: list[Tensor]) -> list[GradientBuffer]:
+def buffers_for(group: LayerGroup, parameters: list[Tensor]) -> list[GradientBuffer]:
     """The gradient buffer of each parameter, made where it has none. The memory may be written where the gradient is
     not there now; that of those that are passing, once `Passing.claim` has said so."""
     buffers, together = [], taken_together(parameters)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from graphmod.guards.hooks import several_hooks
 from graphmod.layers.graph import DRAWS, LayerGraph, Ticket, draws_anew
+from graphmod.layers.group import LayerGroup
 from graphmod.layers.node import InTurn, apply_replayed
 from graphmod.layers.recorded import RecordedBackward, for_plain_backwards, record_backward
 from graphmod.layers.uses import Block, block_of_now, casts_of_its_own, learn_casts, learn_uses, shares_casts
@@ -18,7 +19,6 @@ from graphmod.ranks.fully_shard import reads_parts
 from graphmod.signature.call import Call
 from graphmod.step.context import Context
 from graphmod.step.entry import Entry
-from graphmod.step.group import Group
 from graphmod.step.recording import Recording
 from graphmod.step.tape import Tape
 
@@ -34,7 +34,7 @@ class EagerCall:
 
     __slots__ = ("__weakref__", "done", "entry", "group")
 
-    def __init__(self, group: Group, entry: Entry) -> None:
+    def __init__(self, group: LayerGroup, entry: Entry) -> None:
         self.group, self.entry, self.done = group, entry, False
         group.eager_in_flight += 1
 
@@ -54,6 +54,9 @@ class EagerCall:
 
 class LayerContext(Context):
     """One wrapped callable, and what is known of backwards of its results."""
+
+    # pyrefly: ignore[bad-override-mutable-attribute] -- whoever makes one gives it a group of this kind
+    group: LayerGroup
 
     def start(self) -> None:
         super().start()

@@ -31,13 +31,14 @@ from torch.utils import checkpoint as checkpoints
 from graphmod.errors import CaptureRefused, Diverged
 from graphmod.guards.guards import Guards
 from graphmod.guards.hooks import has_gradient_hooks, has_hooks_of_others, without_gradient_hooks
+from graphmod.layers.group import LayerGroup, Loans
 from graphmod.layers.uses import nodes_behind, separate_uses, times, uses_of
 from graphmod.signature.call import Call
 from graphmod.signature.modes import entered_again
 from graphmod.step.buffers import StaticInput, StaticOutput, without_history
 from graphmod.step.context import Context
 from graphmod.step.entry import Entry
-from graphmod.step.gradients import GradientBuffer, Loans, Whole, is_split, part
+from graphmod.step.gradients import GradientBuffer, Whole, is_split, part
 from graphmod.step.graph import StepGraph
 from graphmod.step.recording import Recording
 from graphmod.step.tape import Arena, Tape
@@ -79,6 +80,8 @@ class LayerGraph(StepGraph):
 
     def __init__(self, context: Context, entry: Entry, tape: Tape, recording: Recording) -> None:
         super().__init__(context, entry, tape, recording)
+        assert isinstance(context.group, LayerGroup)
+        self.group = context.group
         self.captured_in = tape.arena.passes
         self.hooked: list[Tensor] = []
         self.hooked_uses: list[int] = []
@@ -134,7 +137,7 @@ class LayerGraph(StepGraph):
                         "uses a parameter that code outside uses too both as an attribute of its module and in another "
                         "way (a variable, a list); use it in one way"
                     )
-        group = self.context.group
+        group = self.group
         returned = {*map(id, self.results.passed_on), *identities}
         group.share([p for p in self.parameters if id(p) in returned])  # the caller may use it, too
         self.hooked = [
@@ -171,7 +174,7 @@ class LayerGraph(StepGraph):
 
     def add_backward(self, known: BackwardGraph, modes: tuple) -> None:
         """Takes in its backward, captured and run in these modes of PyTorch, and puts it onto the tape."""
-        group, tape = self.context.group, self.tape
+        group, tape = self.group, self.tape
         known.index = tape.append(self)
         results = [result for result in known.results if result is not None]
         tape.hand_out(results)

@@ -107,7 +107,7 @@ def run_backward(ticket: Ticket, grads: tuple[Tensor | None, ...]) -> Sequence[T
     try:
         if context.agreement is not None:
             context.agreement.begin()
-        accumulates = will_run(context.group.anchor_node)
+        accumulates = will_run(graph.group.anchor_node)
         if not accumulates and graph.witness is not None and graph.witness.requires_grad and _wanted(graph.witness):
             raise BackwardUnavailable(
                 f"the gradients of the parameters inside {context.name!r} go straight to .grad and cannot be had "
@@ -135,13 +135,13 @@ def _graph_for(ticket: Ticket, grads: tuple[Tensor | None, ...], pending: set[in
     `pending` has taken in the parameters (by identity) whose other uses in this backward are still to come."""
     graph: LayerGraph = ticket.graph
     context, entry, tape, known = graph.context, graph.entry, graph.tape, graph.backward
-    group = context.group
+    group = graph.group
     otherwise = graph.guards.differentiated_otherwise()
     if known is not None:  # else autograd compares the versions of what it saved
         changed = ticket.changed()
         if changed and any(parameter is weight for parameter in changed for weight in known.weights):
             raise changed_in_place(context.name)
-    if group.context is not None:
+    if group.facts is not None:
         group.first_backward()
     entry.backward_began(group.begun)
     on_tape = tape.arena.active is tape
@@ -225,7 +225,7 @@ def _hand_out(known: BackwardGraph, ticket: Ticket) -> list[Tensor | None]:
 def _used_later(ticket: Ticket) -> set[int]:
     """The identities of the parameters whose gradients other forwards still to come in this very backward add to."""
     found: set[int] = set()
-    for arena in ticket.graph.context.group.arenas:
+    for arena in ticket.graph.group.arenas:
         for other in arena.active.owners if arena.active is not None else ():
             there = other.ticket() if isinstance(other, LayerGraph) and other.ticket is not None else None
             if there is None or there is ticket or there.done or not there.current or there.node is None:
@@ -312,7 +312,7 @@ def recompute(
     graph: LayerGraph = ticket.graph
     context = graph.context
     direct = graph.direct if accumulates else []
-    stash, sums = context.group.stash, {}
+    stash, sums = graph.group.stash, {}
     with _trained(graph.parameters):
         outputs, leaves, edges = _as_captured(ticket) if ticket.changed() else _run_again(ticket)
         modified = [out for out, static in zip(outputs, graph.results.with_grad, strict=True) if static.changed()]
@@ -327,7 +327,7 @@ def recompute(
         sums[parameter] = grad if earlier is None else earlier if grad is None else earlier + grad
     stash.update({id(p): grad.clone() for p, grad in sums.items() if grad is not None and id(p) in pending})
     ticket.of_witness = None if late is None or id(late) in stash else sums.pop(late, None)
-    with context.group.backend.in_turn():
+    with graph.group.backend.in_turn():
         _deliver([(p, grad) for p, grad in sums.items() if id(p) not in stash])
     context.counters.eager_calls += 1
     if graph.summed and ticket.node is not None:
@@ -373,7 +373,7 @@ def _as_captured(ticket: Ticket) -> tuple[Sequence[Tensor], list[Tensor], dict]:
         raise changed_in_place(graph.context.name)
     if (
         not graph.results.retained
-        or (graph.random and graph.context.group.backend.on_gpu)
+        or (graph.random and graph.group.backend.on_gpu)
         or graph.captured_in != ticket.arena.passes
     ):
         raise BackwardUnavailable(
@@ -395,7 +395,7 @@ def _run_again(ticket: Ticket) -> tuple[Sequence[Tensor], list[Tensor], dict]:
             tensor.copy_(value)
         leaves = [without_history(static.tensor) for static in graph.inputs]
         args, kwargs = rebuild(graph.entry.signature.structure, leaves)
-        modes = entered_again(graph.entry.signature.modes, graph.context.group.backend.device_type)
+        modes = entered_again(graph.entry.signature.modes, graph.group.backend.device_type)
         with torch.enable_grad(), modes, graph.recording.guards.as_recorded():
             outputs = graph.results.of_node(graph.function(*args, **kwargs))
     finally:

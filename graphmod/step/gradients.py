@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from sys import getrefcount
 from typing import Any, NamedTuple
 
@@ -70,7 +70,7 @@ class GradientBuffer:
         """Whether anybody but the parameter holds the gradient, or a view of it."""
         if self._part is not None and getrefcount(self._part) > self._alone:
             return True
-        alone = _counts()
+        alone = unheld()
         most = alone.as_gradient if self.parameter.grad is self.tensor else alone.references
         return _references(self) > most or storage_uses(self.where) > alone.uses
 
@@ -92,7 +92,7 @@ class GradientBuffer:
         with torch.no_grad():
             if can_swap():
                 swap_for_copy(self._storage, self.memory.device)
-            elif self._part is not None or storage_uses(self.where) > _counts().uses - elsewhere:
+            elif self._part is not None or storage_uses(self.where) > unheld().uses - elsewhere:
                 return False
             elif not elsewhere:
                 self.tensor.data = self.tensor.detach().clone()
@@ -132,82 +132,13 @@ def _references(buffer: GradientBuffer) -> int:
 
 
 @functools.cache
-def _counts() -> _Counts:
+def unheld() -> _Counts:
     """How often torch itself counts, which differs from version to version."""
     with torch.inference_mode(False), torch.no_grad():
         buffer = GradientBuffer(nn.Parameter(torch.zeros(1)), torch.zeros(1))
         alone = _references(buffer)
         buffer.parameter.grad = buffer.tensor
         return _Counts(alone, _references(buffer), storage_uses(buffer.where))
-
-
-class Loans:
-    """The gradients that one graph writes, looked at together: hundreds of them, before each backward.
-
-    Attributes:
-        owners: what each of them is taken with, where they are passing.
-    """
-
-    __slots__ = ("_buffers", "_memory", "owners")
-
-    def __init__(self, buffers: list[GradientBuffer]) -> None:
-        self._buffers = buffers
-        self.owners = frozenset(buffer.passing for buffer in buffers)
-        self._memory = [buffer.memory.data_ptr() for buffer in buffers]
-
-    def free(self) -> list[Tensor] | None:
-        """What is to be `.grad`, where nothing is now; None where somebody holds one of the gradients before, or has
-        given it other memory."""
-        alone = _counts()
-        tensors = list(map(_tensor, self._buffers))
-        most = len(tensors)
-        if list(map(getrefcount, tensors)).count(alone.references) != most:
-            return None
-        if list(map(_data_ptr, tensors)) != self._memory:
-            return None
-        return tensors if list(map(storage_uses, map(_where, self._buffers))).count(alone.uses) == most else None
-
-    def evacuate(self) -> bool:
-        """Moves all that is held, so that the memory may be other parameters' gradients; see `GradientBuffer`."""
-        return all(buffer.evacuate(for_another=True) for buffer in self._buffers)
-
-
-class Passing:
-    """Memory in which the gradients of all layers lie one after the other, where somebody takes those of each as soon
-    as its backward is over (`fully_shard` does): as much as for one layer, in the place of as much as for all.
-
-    Who is late finds his gradients nevertheless: before those of others are written there, what is left is moved.
-    """
-
-    def __init__(self) -> None:
-        self._memory: dict[tuple, list[Tensor]] = {}
-        self._owners: frozenset = frozenset()
-        self._lent: list[Loans] = []
-
-    def memory_for(self, parameter: Tensor, taken: Collection[int]) -> Tensor:
-        """Memory for a parameter's gradient, beside the addresses of gradients that are taken together with it."""
-        known = self._memory.setdefault(kind_of(parameter), [])
-        free = next((memory for memory in known if memory.data_ptr() not in taken), None)
-        if free is None:
-            free = torch.empty_like(parameter, requires_grad=False)
-            known.append(free)
-        return free
-
-    def claim(self, loans: Loans) -> bool:
-        """Gives the memory to the gradients of a graph that is about to write there, beside those that are taken
-        together with them; False if it is not free."""
-        if self._owners != loans.owners:
-            if any(lent.free() is None and not lent.evacuate() for lent in self._lent):
-                return False
-            self._owners, self._lent = loans.owners, []
-        if not any(lent is loans for lent in self._lent):
-            self._lent.append(loans)
-        return True
-
-    def clear(self) -> None:
-        """Lets go of the memory; those that graphs have stay theirs."""
-        self._memory.clear()
-        self._owners, self._lent = frozenset(), []
 
 
 def memory_of(grad: Tensor | None) -> Tensor | None:

@@ -1,6 +1,4 @@
-"""What wrappers that are captured together share: backend, arenas, gradient buffers, and what is known of the gradients
-that the next backward will meet.
-"""
+"""What wrappers that are captured together share: backend, arenas, buffers, and when their calls are verified."""
 
 from __future__ import annotations
 
@@ -20,10 +18,8 @@ from graphmod.config import BackendName
 from graphmod.ranks.fully_shard import FixedPlaces
 from graphmod.signature.modes import key_reader
 from graphmod.step.entry import Entry
-from graphmod.step.gradients import GradientBuffer, Passing
 from graphmod.step.log import Said
 from graphmod.step.tape import Arena, Tape
-from graphmod.torch_private import current_backward
 
 log = logging.getLogger("graphmod")
 
@@ -34,7 +30,8 @@ def _tell_of_emulation() -> None:
 
 
 class Group:
-    """The modules that are captured together: one backend, shared arenas, shared gradient buffers.
+    """The modules that are captured together: one backend, shared arenas and buffers; see `layers.group` for what a
+    backward outside of their graphs adds.
 
     Nothing here is shared between groups (rule R9), so two models in one process do not meet. What is kept for the
     whole process elsewhere: idle capture streams, which serve the next backend; graphs whose capture CUDA ended, and
@@ -42,17 +39,8 @@ class Group:
     shuts down process groups; what is compiled for an optimizer that lives; the hook by which a wrapper takes the place
     of a method; patches while somebody records; and what is known about operators, compiled graphs and bytecode.
 
-    Whether a backward will find gradients to be None or present is learned (`expects_fresh_grads`): for what is known
-    when a pass begins (whether the gradient of one parameter is None, whether an optimizer has changed it, what the
-    last pass found), what the first backward then found is expected again. So `zero_grad` between forward and backward
-    is foreseen, too.
-
     `shared` are the parameters (by identity) that more than one use feeds in one backward. Eager adds up all uses
     before it adds the sum to `.grad`; so must graphs, and therefore those gradients go through autograd.
-
-    `anchor` is a leaf on the device that every replayed forward with a backward has among its inputs, `anchor_node`
-    where its gradient would be accumulated. One for all: autograd visits that node once in a backward, not once for
-    each module.
 
     `held_back` says whether calls are on another device now than the backend, which cannot change yet, because a
     result of its graphs is held.
@@ -65,34 +53,21 @@ class Group:
         self._guessed = False  # the device: no tensor was known
         self.held_back = False
         self.modes = key_reader("cpu")  # of the present call, as they matter to the backend
-        self._in_backward: tuple = ()  # the modes
-        self._of_backward = -1  # in which they were read
         self.arenas: list[Arena] = []
         self.eager_in_flight = 0
         self.parameters: list[Tensor] = []
-        # By parameter, which its buffer holds; the buffers are held by the graphs that write them.
-        self.gradients: weakref.WeakValueDictionary[int, GradientBuffer] = weakref.WeakValueDictionary()
-        self.passing = Passing()  # where the gradients lie that are taken as soon as a backward is over
         self.whole = FixedPlaces()  # where parameters lie that `fully_shard` collects for each use
         self.buffers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.shared: dict[int, Tensor] = {}
         self.shares_casts = False  # see `layers.uses`
         self.tied: dict[int, Tensor] = {}
-        self.stash: dict[int, Tensor] = {}
-        self.producers: dict[tuple, list] = {}  # of gradients, by the shape of a capture; see `layers.capture`
         self.static: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self.context: tuple | None = None
         self.begun = 0  # passes
         self.said = Said()
         self.verification = Verification()
-        self.anchor: Tensor | None = None
-        self.anchor_node: Any = None
-        self._learned: dict[tuple, bool] = {}
-        self._version = -1
-        self.found_fresh: bool | None = None  # whether the last pass found gradients to be None
 
     def settle(self, name: BackendName, device: torch.device | None, misguessed: bool = False) -> bool:
-        """Sees to a backend and an anchor for calls on `device`, which may be unknown. From the CPU to a GPU, or from
+        """Sees to a backend for calls on `device`, which may be unknown. From the CPU to a GPU, or from
         one GPU to another, the backend changes, and graphs captured before are dropped.
 
         Args:
@@ -120,11 +95,6 @@ class Group:
             if not self.backend.on_gpu:
                 _tell_of_emulation()
         self.modes = key_reader(self.backend.device_type)
-        device = self.backend.device
-        if self.anchor is None or self.anchor.device != device:
-            with torch.inference_mode(False):
-                self.anchor = torch.empty(0, device=device, requires_grad=True)
-                self.anchor_node = torch.autograd.graph.get_gradient_edge(self.anchor).node
         return changes
 
     @property
@@ -145,7 +115,6 @@ class Group:
             self.parameters = [parameter for parameter in self.parameters if id(parameter) not in gone]
             for key in gone - self.tied.keys():
                 self.shared.pop(key, None)
-            self.context = None
 
     # -- where a forward may run ---------------------------------------------------------------------------------
 
@@ -175,7 +144,7 @@ class Group:
         self.arenas.append(Arena(self.backend))
         return Tape(self.arenas[-1])
 
-    # -- will the coming backward write gradients, or accumulate? ------------------------------------------------
+    # -- what is in flight -----------------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
@@ -187,42 +156,12 @@ class Group:
         return False
 
     def begin_pass(self) -> None:
-        """Notes, before the first forward of a pass, what is known about the gradients its backward will meet: are
-        they None now, has the optimizer stepped since the last pass began, and were they None in that?"""
+        """Takes in that a forward comes whose backward is to follow, and that nothing is in flight."""
         self.begun += 1
-        probe = self._probe()
-        if probe is None:
-            self.context = None
-            return
-        self.stash.clear()
-        version = probe._version
-        # Fused optimizers leave the version alone; then what the last pass met tells one kind of pass from another.
-        self.context = (probe.grad is None, version != self._version, self.found_fresh)
-        self._version = version
 
     def expects_fresh_grads(self) -> bool | None:
         """Whether the backward of the pass that begins will find gradients to be None; None if nobody can tell."""
-        return None if self.context is None else self._learned.get(self.context, self.context[0])
-
-    def modes_in_backward(self) -> tuple:
-        """The modes of the backward that runs now, the same object while they are the same."""
-        task = current_backward()
-        if task != self._of_backward or task < 0:
-            self._of_backward = task  # no code of the user's runs between the nodes of one backward, hooks apart
-            now = self.modes()
-            if now != self._in_backward:
-                self._in_backward = now
-        return self._in_backward
-
-    def first_backward(self, _: Any = None) -> None:
-        """Called as each backward begins; the first of a pass tells what the gradients really were."""
-        probe = self._probe()
-        if self.context is not None and probe is not None:
-            self._learned[self.context] = self.found_fresh = probe.grad is None
-            self.context = None
-
-    def _probe(self) -> Tensor | None:
-        return next((p for p in self.parameters if p.requires_grad), None)
+        return None
 
     def share(self, parameters: Sequence[Tensor], lasting: bool = False) -> None:
         """Notes parameters as shared, with `lasting` also beyond a `release`."""
@@ -233,17 +172,12 @@ class Group:
     def release(self) -> None:
         """Forgets every tape and buffer; the memory is free once the last user of it lets go."""
         self._free_graphs()
-        self.gradients.clear()
-        self.passing.clear()
         self.whole.release()
         self.parameters.clear()
         self.shared.clear()
         self.shared.update(self.tied)
-        self.producers.clear()
-        self.stash.clear()
         self.static.clear()
         self.buffers.clear()
-        self._learned.clear()
 
     def _free_graphs(self) -> None:
         for arena in self.arenas:

@@ -20,9 +20,9 @@ from graphmod.backend.lifetime import Graphs, between_captures, capturing, do_wh
 from graphmod.errors import CaptureRefused
 from graphmod.guards.changes import what_changed
 from graphmod.guards.guards import HOOKS, Guards, TensorWatch
+from graphmod.layers.group import LayerGroup as Group
 from graphmod.signature.call import Call
 from graphmod.step.buffers import mark_static
-from graphmod.step.group import Group
 from graphmod.step.recording import record_reads
 from graphmod.trace import dispatch
 from graphmod.trace.compiled import CompiledGraph

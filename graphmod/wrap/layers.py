@@ -22,8 +22,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from graphmod.config import CUDAGraphConfig, settings
 from graphmod.errors import ConfigError
+from graphmod.layers.group import LayerGroup
 from graphmod.ranks.data_parallel import take_over
-from graphmod.step.group import Group
 from graphmod.torch_private import is_compiled
 from graphmod.wrap.module import CUDAGraphModule
 from graphmod.wrap.target import MARK, Body, Mark, Target, body_of
@@ -80,7 +80,7 @@ def wrap(model: nn.Module, config: CUDAGraphConfig, names: list[str], body: str 
     for module in model.modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
             take_over(module)  # where it cannot be, its layers say so when they would be captured
-    groups: dict[torch.device, Group] = {}
+    groups: dict[torch.device, LayerGroup] = {}
     wrapped = []
     for name in names:
         layer = model.get_submodule(name)
@@ -96,7 +96,7 @@ def wrap(model: nn.Module, config: CUDAGraphConfig, names: list[str], body: str 
         layer = model.get_submodule(name)
         tensors = itertools.chain(layer.parameters(), layer.buffers())
         device = next((tensor.device for tensor in tensors), torch.device("cpu"))
-        group = groups.setdefault(device, Group())
+        group = groups.setdefault(device, LayerGroup())
         wrapped.append(_in_place(layer, CUDAGraphModule(layer, config, name=name, group=group, call=Target(layer))))
     inside = [name for name in names if body is not None and name.startswith(f"{body}.")]
     beside = [name for name in names if name not in inside]

@@ -14,10 +14,10 @@ from torch import nn
 from graphmod.config import CUDAGraphConfig, settings
 from graphmod.guards.guards import HOOKS
 from graphmod.layers.context import LayerContext
+from graphmod.layers.group import LayerGroup
 from graphmod.signature.call import Call
 from graphmod.step.dispatch import run
 from graphmod.step.entry import GraphStats
-from graphmod.step.group import Group
 from graphmod.torch_private import current_node, when_compiled
 from graphmod.trace.dispatch import is_recording
 from graphmod.trace.undo import let_through, under_way
@@ -75,7 +75,7 @@ class CUDAGraphModule(nn.Module):
         config: CUDAGraphConfig | None = None,
         *,
         name: str | None = None,
-        group: Group | None = None,
+        group: LayerGroup | None = None,
         call: Callable | None = None,
         **single: Any,
     ) -> None:
@@ -93,7 +93,7 @@ class CUDAGraphModule(nn.Module):
         self._hooks_outside = isinstance(module, nn.Module) and call is None
         made = call or (Target(module) if isinstance(module, nn.Module) else module)
         self.__dict__["_call"] = made
-        self._context = LayerContext(module, made, settings(config, single), name, group or Group())
+        self._context = LayerContext(module, made, settings(config, single), name, group or LayerGroup())
         self._context.instead = INSTEAD if isinstance(made, Body) else ""
         self._mark: Any = object()  # the `Mark` of a layer whose forward leads here
         self._retired = False
@@ -322,18 +322,18 @@ class CUDAGraphModule(nn.Module):
     def __copy__(self) -> Any:
         """A wrapper around a shallow copy of the module, with graphs of its own still to be captured."""
         root = copy.copy(self._root) if isinstance(self._root, nn.Module) else self._root
-        return self._around_copy(root, Group(), None)
+        return self._around_copy(root, LayerGroup(), None)
 
     def __deepcopy__(self, memo: dict) -> Any:
         """A wrapper around a copy of the module, with graphs of its own still to be captured."""
         root, known = copy.deepcopy(self._root, memo), self._context.group
         if id(known) not in memo:
-            group = memo[id(known)] = Group()
+            group = memo[id(known)] = LayerGroup()
             group.gradients = memo.setdefault(id(known.gradients), group.gradients)
             group.share([copy.deepcopy(tied, memo) for tied in known.tied.values()], lasting=True)
         return self._around_copy(root, memo[id(known)], memo)
 
-    def _around_copy(self, root: Any, group: Group, memo: dict | None) -> CUDAGraphModule:
+    def _around_copy(self, root: Any, group: LayerGroup, memo: dict | None) -> CUDAGraphModule:
         """A wrapper around a copy of the module, with the hooks and the mode of this one; deep, where there is a `memo`
         of `copy.deepcopy`."""
         call: Any = self._call.of_copy(root, memo) if isinstance(self._call, Target) else None
