@@ -19,8 +19,8 @@ from graphmod.ranks.fully_shard import reads_parts
 from graphmod.signature.call import Call
 from graphmod.step.context import Context
 from graphmod.step.entry import Entry
+from graphmod.step.group import Tape
 from graphmod.step.recording import Recording
-from graphmod.step.tape import Tape
 
 COMMUNICATES = (
     "communicates with other processes to collect its parameters (fully_shard), and so does its backward, which is no "

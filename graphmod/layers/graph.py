@@ -40,8 +40,8 @@ from graphmod.step.context import Context
 from graphmod.step.entry import Entry
 from graphmod.step.gradients import GradientBuffer, Whole, is_split, part
 from graphmod.step.graph import StepGraph
+from graphmod.step.group import Arena, Tape
 from graphmod.step.recording import Recording
-from graphmod.step.tape import Arena, Tape
 from graphmod.torch_private import (
     current_backward,
     is_traceable_wrapper_subclass,

@@ -15,8 +15,8 @@ from graphmod.signature.call import Call
 from graphmod.step.context import Context
 from graphmod.step.entry import Entry
 from graphmod.step.graph import ALIGNED_OTHERWISE, StepGraph
+from graphmod.step.group import MOST_ARENAS, Tape
 from graphmod.step.recording import Recording
-from graphmod.step.tape import MOST_ARENAS, Tape
 from graphmod.torch_private import current_node
 from graphmod.trace.undo import let_through
 

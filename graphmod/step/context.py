@@ -24,10 +24,9 @@ from graphmod.ranks.data_parallel import compiled_around, is_taken_over, joins, 
 from graphmod.ranks.fully_shard import shared_otherwise
 from graphmod.signature.call import Call
 from graphmod.step.entry import Account, Entry, GraphStats, Registry
-from graphmod.step.group import Group
+from graphmod.step.group import Group, Tape
 from graphmod.step.log import reason_of
 from graphmod.step.recording import Recording
-from graphmod.step.tape import Tape
 
 log = logging.getLogger("graphmod")
 
