@@ -1,14 +1,13 @@
 """The generated comparison with Megatron-core, and the script that measures it where it is not there."""
 
 import json
-import subprocess
-import sys
 from importlib import util
 
 import pytest
 
 from benchmarks import megatron as benchmark
 from benchmarks import megatron_table as table
+from tests.support.processes import finished
 from tests.support.settings import ROOT
 
 SHAPE = {"shape": "small", "layers": 12, "width": 768, "batch": 1, "length": 256}
@@ -75,16 +74,14 @@ def test_results_without_a_step_are_an_error(files):
 @pytest.mark.skipif(util.find_spec("megatron") is not None, reason="Megatron-core is installed")
 def test_without_megatron_core_the_benchmark_says_how_to_install_it(tmp_path):
     out = tmp_path / "megatron.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "megatron.py"), "--shapes", "small", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    done = finished([ROOT / "benchmarks" / "megatron.py", "--shapes", "small", "--out", out], tmp_path)
     assert done.returncode == 0
     assert "pip install --no-deps megatron-core" in done.stdout
     assert not out.exists()
 
 
 def test_a_mode_that_is_none_is_named(tmp_path):
-    command = [sys.executable, str(ROOT / "benchmarks" / "megatron.py"), "--modes", "megatron_egaer"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    done = finished([ROOT / "benchmarks" / "megatron.py", "--modes", "megatron_egaer"], tmp_path)
     assert done.returncode == 2
     assert "--modes: megatron_egaer is none of megatron_eager, megatron_graphs, megatron_graphmod" in done.stderr
 

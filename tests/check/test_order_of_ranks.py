@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ from graphmod.check.meeting import Collective
 from graphmod.check.order import Way, divergences
 from graphmod.check.report import of_all_ranks
 from tests.check import rank_steps
-from tests.support.processes import Python
+from tests.support.processes import Python, finished
 
 HERE = Path(__file__).parent
 
@@ -154,9 +152,7 @@ def make():
 
 def command(folder, *arguments):
     (folder / "train.py").write_text(PROGRAM)
-    done = subprocess.run(
-        [sys.executable, "-m", "graphmod.check", *arguments], cwd=folder, capture_output=True, text=True, timeout=180
-    )
+    done = finished(["-m", "graphmod.check", *arguments], folder, timeout=180)
     return done.returncode, done.stdout, done.stderr
 
 

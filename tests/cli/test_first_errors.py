@@ -29,6 +29,7 @@ from graphmod.decode.types import EngineConfig, Sampling
 from graphmod.errors import ConfigError, UnknownSetting
 from graphmod.text import tokenizer_folder
 from graphmod.train.settings import TrainGraphConfig
+from tests.support.processes import Python
 from tests.support.settings import typed
 
 ANSWERS = """
@@ -207,10 +208,9 @@ def test_layers_of_a_function_are_told_to_be_those_of_a_module(step_file, capsys
 
 @pytest.mark.parametrize("arguments", [["--help"], ["inside/its_step.py:step"]])
 def test_a_report_that_nobody_reads_to_its_end_is_no_error(step_file, arguments):
-    command = [sys.executable, "-m", "graphmod.check", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        process.stdout.close()
-        assert process.stderr.read() == ""
+    process = Python(["-m", "graphmod.check", *arguments], Path.cwd())
+    process.stdout.close()
+    assert process.stderr.read() == ""
 
 
 def layers():

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +18,7 @@ from graphmod.errors import ConfigError, reason
 from graphmod.text import ByteCodec
 from graphmod.train.folders import FORMAT, PARTS
 from tests.support.decode_models import tiny_model
+from tests.support.processes import Python, finished
 from tests.support.settings import ROOT, typed
 
 
@@ -156,14 +155,17 @@ def test_a_full_disk_is_named_and_counts_nothing(generate, tmp_path):
     assert "0 of 2 samples finished" in said and "Errno" not in said
 
 
-def test_a_standard_output_that_takes_nothing(saved):
-    run = f"{sys.executable} {ROOT / 'generate.py'} model.path={saved} model.device=cpu tokenizer=bytes"
-    run += " graph=none prompt=abc"
-    quiet = subprocess.run(["bash", "-c", f"{run} | head -c 1"], capture_output=True, text=True, timeout=300)
-    assert quiet.stdout == "a" and quiet.stderr == f"model: {saved}\n"
-    full = subprocess.run(["bash", "-c", f"{run} > /dev/full"], capture_output=True, text=True, timeout=300)
+def test_a_standard_output_that_takes_nothing(saved, tmp_path):
+    given = [f"model.path={saved}", "model.device=cpu", "tokenizer=bytes", "graph=none", "prompt=abc"]
+    quiet = Python([ROOT / "generate.py", *given], tmp_path)
+    assert quiet.stdout.buffer.raw.read(1) == b"a"
+    quiet.stdout.close()
+    assert quiet.stderr.read() == f"model: {saved}\n"
+    full = "import os, runpy\nos.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n"
+    (tmp_path / "full.py").write_text(f"{full}runpy.run_path({str(ROOT / 'generate.py')!r}, run_name='__main__')\n")
+    done = finished([tmp_path / "full.py", *given], tmp_path)
     said = "error: the standard output cannot be written: No space left on device\n"
-    assert full.returncode == 1 and full.stderr == f"model: {saved}\n{said}"
+    assert done.returncode == 1 and done.stderr == f"model: {saved}\n{said}"
 
 
 def test_json_lines_keep_their_other_fields(generate, tmp_path):

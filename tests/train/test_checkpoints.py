@@ -2,8 +2,6 @@
 
 import errno
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ from graphmod.train.checkpoint import check_room
 from graphmod.train.folders import MANIFEST_FILE, DamagedCheckpoint, checkpoint_name, checkpoints, verify
 from graphmod.train.run import train
 from graphmod.train.step import TrainStep
-from tests.support.processes import search_first, shell
+from tests.support.processes import finished, shell
 from tests.support.settings import DROPOUT, ROOT, TINY
 from tests.train.test_data import word_tokenizer
 
@@ -150,12 +148,11 @@ def test_a_disk_that_has_no_room_for_the_first_names_none(on_text, tmp_path, ful
 
 @pytest.mark.parametrize(("limit", "named"), [(100, "{run}"), pytest.param(20_000, "{run}", marks=pytest.mark.slow)])
 def test_a_disk_that_is_full_is_one_error_that_says_where(text, tmp_path, limit, named):
-    limited = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))"
-    (tmp_path / "sitecustomize.py").write_text(limited)
+    limited = f"import resource, runpy\nresource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
+    limited += f"runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')\n"
+    (tmp_path / "limited.py").write_text(limited)
     settings = [*TINY, "data=text", f"data.path={text}", "train.checkpoint=false", f"hydra.run.dir={tmp_path / 'run'}"]
-    command = [sys.executable, str(ROOT / "train.py"), *settings, "train.steps=400"]
-    environment = search_first(tmp_path) | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = finished([tmp_path / "limited.py", *settings, "train.steps=400"], tmp_path, timeout=120)
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert error.startswith(f"error: cannot write to {named.format(run=tmp_path / 'run')}: File too large")
