@@ -1,7 +1,9 @@
 """Small words of reports and errors."""
 
 import difflib
+import functools
 import json
+import logging
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Any
@@ -20,6 +22,12 @@ def as_yaml(value: Any) -> str:
         return f"{{{', '.join(f'{key}: {as_yaml(one)}' for key, one in value.items())}}}"
     plain = value.value if isinstance(value, Enum) else value
     return json.dumps(plain) if plain is None or isinstance(plain, bool) else str(plain)
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """Says in the log what is said once in a process."""
+    logging.getLogger("graphmod").warning(text)
 
 
 def nearest(word: str, allowed: Iterable[str], cutoff: float = 0.5) -> str | None:

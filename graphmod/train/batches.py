@@ -84,6 +84,11 @@ class ShuffledEpochs:
         return found
 
 
+def _trained_before(tokens: Tensor) -> np.ndarray:
+    """(N + 1,): how many tokens to train on there are before each, and in all."""
+    return np.concatenate([[0], (tokens >= 0).numpy().cumsum()])
+
+
 def window_starts(tokens: Tensor, length: int) -> np.ndarray:
     """Where windows of `length` inputs and, shifted by one, targets begin: each token but the first is a target.
 
@@ -96,7 +101,7 @@ def window_starts(tokens: Tensor, length: int) -> np.ndarray:
     last = len(tokens) - 1 - length
     starts = np.unique(np.append(np.arange(0, last + 1, length), last))
     if has_masks(tokens):
-        trained = np.concatenate([[0], (tokens >= 0).numpy().cumsum()])
+        trained = _trained_before(tokens)
         starts = starts[trained[starts + length + 1] > trained[starts + 1]]
         if not len(starts):
             raise ConfigError(
@@ -248,10 +253,7 @@ def prefetched(
 
 @targets_counted_by(lambda tokens: (tokens[:, 1:] >= 0).sum())
 def padded_next_token_loss(
-    model: nn.Module,
-    tokens: Tensor,
-    criterion: Criterion = mean_cross_entropy,
-    forward: Forward = transformers_logits,
+    model: nn.Module, tokens: Tensor, criterion: Criterion = mean_cross_entropy, forward: Forward = transformers_logits
 ) -> Tensor:
     """Mean cross entropy, in nats per token, over the targets that are neither padding nor only read.
 
@@ -285,14 +287,6 @@ def cut(starts: np.ndarray, end: int, longest: int) -> tuple[np.ndarray, np.ndar
     return begins, np.minimum(np.repeat(predictions, counts) - numbers * longest, longest) + 1
 
 
-def _with_targets(tokens: Tensor, begins: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    if not has_masks(tokens):
-        return begins, lengths
-    trained = np.concatenate([[0], (tokens >= 0).numpy().cumsum()])
-    kept = trained[begins + lengths] > trained[begins + 1]
-    return begins[kept], lengths[kept]
-
-
 class BucketSampler(Sampler):
     """Pieces of documents in the bucket they fit, each once in an epoch; a pure function of (seed, step).
 
@@ -322,7 +316,11 @@ class BucketSampler(Sampler):
     ) -> None:
         self._tokens, self.buckets, self._whose = tokens, list(buckets), place
         self._microbatches = shape[0]
-        begins, lengths = _with_targets(tokens, *cut(starts.numpy(), len(tokens), self.buckets[-1]))
+        begins, lengths = cut(starts.numpy(), len(tokens), self.buckets[-1])
+        if has_masks(tokens):
+            trained = _trained_before(tokens)
+            kept = trained[begins + lengths] > trained[begins + 1]
+            begins, lengths = begins[kept], lengths[kept]
         if not len(begins):
             raise ConfigError("data.buckets: there is no document of at least two tokens with one to train on")
         which = np.searchsorted(np.asarray(self.buckets), lengths - 1)

@@ -222,16 +222,12 @@ def put_state(step: TrainStep, saved: dict[str, Tensor]) -> None:
     for key, value in saved.items():
         if key.startswith(f"{_OPTIMIZER}/"):
             name, _, kind = key.removeprefix(f"{_OPTIMIZER}/").rpartition("/")
-            state.setdefault(places[name], {})[kind] = _part(value, trained[places[name]])
+            state.setdefault(places[name], {})[kind] = spread(value, trained[places[name]])
     groups = step.optimizer.state_dict()["param_groups"]
     step.optimizer.load_state_dict({"state": state, "param_groups": groups})
     with torch.no_grad():
         for name, average in zip(names, step.iteration.ema, strict=False):
-            local(average).copy_(local(_part(saved[f"{_EMA}/{name}"], average)))
-
-
-def _part(value: Tensor, like: Tensor) -> Tensor:
-    return spread(value, like) if value.shape == like.shape else value
+            local(average).copy_(local(spread(saved[f"{_EMA}/{name}"], average)))
 
 
 def whole_weights(model: nn.Module, keep: bool) -> dict[str, Tensor]:
@@ -340,13 +336,7 @@ def _config_to_generate(model: nn.Module) -> Iterator[None]:
 
 
 def _write(
-    partial: Path,
-    model: nn.Module,
-    step: TrainStep,
-    progress: Progress,
-    tokenizer: Any,
-    merge: bool,
-    parts: _Parts,
+    partial: Path, model: nn.Module, step: TrainStep, progress: Progress, tokenizer: Any, merge: bool, parts: _Parts
 ) -> None:
     with no_transformers_bars(), _config_to_generate(model):
         _save_model(model, partial, tokenizer, merge, parts.weights)

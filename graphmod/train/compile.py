@@ -3,9 +3,7 @@
 On the CPU the compiled graphs are run operation by operation (`aot_eager`): same path, no generated code, no speed.
 """
 
-import functools
 import itertools
-import logging
 import os
 import types
 import weakref
@@ -20,8 +18,7 @@ from torch.optim.adam import adam
 from graphmod.torch_private import dynamo_config, foreach_mul, inductor_options
 from graphmod.train.activations import Recomputed
 from graphmod.train.parallel import local
-
-log = logging.getLogger("graphmod")
+from graphmod.words import warn_once
 
 # Each layer may be a variant of its own, in training and evaluation.
 _RECOMPILES = 512
@@ -33,16 +30,6 @@ def options(how: str) -> dict[str, Any]:
     return {**tuning, "triton.cudagraphs": False}
 
 
-@functools.cache  # of layers that are compiled one by one, the first says it for all
-def _say_not_fast() -> None:
-    log.warning("graph.compile on the CPU runs the compiled graphs operation by operation: for tests, not for speed")
-
-
-@functools.cache
-def _say_switched_off() -> None:
-    log.warning("graph.compile does nothing: torch.compile is switched off (TORCH_COMPILE_DISABLE)")
-
-
 def switched_off() -> bool:
     """Whether torch.compile hands back what it is given."""
     return dynamo_config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1"
@@ -52,7 +39,7 @@ def _how(how: str, device: torch.device) -> dict[str, Any]:
     """What torch.compile is told."""
     if device.type == "cuda":
         return {"options": options(how)}
-    _say_not_fast()
+    warn_once("graph.compile on the CPU runs the compiled graphs operation by operation: for tests, not for speed")
     return {"backend": "aot_eager"}
 
 
@@ -71,7 +58,7 @@ def compiled(function: Callable, how: str, device: torch.device, in_pieces: bool
         torch._dynamo.exc.FailOnRecompileLimitHit: (on calling) it was compiled again and again for ever new arguments.
     """
     if switched_off():
-        _say_switched_off()
+        warn_once("graph.compile does nothing: torch.compile is switched off (TORCH_COMPILE_DISABLE)")
         return function
     made = torch.compile(function, dynamic=False, **_how(how, device))
 

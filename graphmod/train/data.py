@@ -128,11 +128,7 @@ def _batches(documents: Iterable[Any]) -> Iterator[tuple[list[Any], int]]:
 def _encoding(tokenizer: Any, texts: Sequence[str]) -> BatchEncoding:
     # What is longer than a model sees in one go is cut later: the warning about that is no use.
     return tokenizer(
-        list(texts),
-        add_special_tokens=False,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,
+        list(texts), add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
     )
 
 
@@ -233,11 +229,8 @@ def bytes_of_pieces(texts: Sequence[Piece]) -> list[np.ndarray]:
 
 def bytes_of_pairs(pairs: Sequence[tuple[str, str]]) -> list[np.ndarray]:
     """As `encode_pairs`, with bytes as tokens and a line break at the end."""
-    found = []
-    for prompt, completion in pairs:
-        before, after = (np.frombuffer(part.encode(), dtype=np.uint8) for part in (prompt, f"{completion}\n"))
-        found.append(masked_before(before.astype(np.int32), after.astype(np.int32)))
-    return found
+    both = [(prompt.encode(), f"{completion}\n".encode()) for prompt, completion in pairs]
+    return [masked_before(array([*before]), array([*after])) for before, after in both]
 
 
 # -- chats as tokens, through the tokenizer's own chat template: whole ones, and a prompt with its completion ----------

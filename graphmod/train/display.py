@@ -142,12 +142,7 @@ class Display:
         self._journal, self._steps, self._shows = journal, steps, shows
         self._terminal, self._heard = shows and sys.stderr.isatty(), True
         self._bar = tqdm(
-            total=steps,
-            initial=first,
-            unit="step",
-            dynamic_ncols=True,
-            mininterval=0.2,
-            disable=not self._terminal,
+            total=steps, initial=first, unit="step", dynamic_ncols=True, mininterval=0.2, disable=not self._terminal
         )
         self._shown: dict[str, str] = {}
 

@@ -95,10 +95,7 @@ def require_tokens(tokens: Any) -> None:
 
 
 def next_token_loss(
-    model: nn.Module,
-    tokens: Tensor,
-    criterion: Criterion = mean_cross_entropy,
-    forward: Forward = transformers_logits,
+    model: nn.Module, tokens: Tensor, criterion: Criterion = mean_cross_entropy, forward: Forward = transformers_logits
 ) -> Tensor:
     """Mean cross entropy, in nats per token, of predicting `tokens[:, 1:]` from `tokens[:, :-1]`.
 

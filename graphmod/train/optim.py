@@ -96,10 +96,7 @@ def _replace(target: Tensor, value: Tensor, blocked: Tensor | None) -> None:
 # -- what settings ask for ---------------------------------------------------------------------------------------------
 
 # Under which name a schedule knows its floor, as a share of the peak.
-_FLOORS = {
-    Schedule.cosine_with_min_lr: "min_lr_rate",
-    Schedule.warmup_stable_decay: "min_lr_ratio",
-}
+_FLOORS = {Schedule.cosine_with_min_lr: "min_lr_rate", Schedule.warmup_stable_decay: "min_lr_ratio"}
 _DECAY = 0.2  # of the steps, where `num_decay_steps` is not given
 _END_AT_ZERO = {Schedule.linear, Schedule.cosine, Schedule.cosine_with_restarts}
 

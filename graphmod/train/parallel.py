@@ -59,9 +59,9 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def spread(value: Tensor, like: Tensor) -> Tensor:
-    """Of a whole tensor, which each rank has, the part that this rank has of `like`; one that is spread already, or
-    where `like` is whole, stays as it is."""
-    if not _is_spread(like) or _is_spread(value):
+    """Of a whole tensor, which each rank has, the part that this rank has of `like`; one that is spread already, or of
+    another shape, such as a count of steps, or where `like` is whole, stays as it is."""
+    if not _is_spread(like) or _is_spread(value) or value.shape != like.shape:
         return value
     from torch.distributed.tensor import distribute_tensor
 

@@ -341,7 +341,7 @@ class RunResult:
         """Share of the device's peak that the model's FLOPs take, 1 being all of it; None where one is unknown."""
         if self.tokens_per_s is None or self.flops_per_token is None or self.peak_flops is None:
             return None
-        return self.tokens_per_s * self.flops_per_token / self.peak_flops
+        return Utilization(self.flops_per_token, self.peak_flops)(self.tokens_per_s)
 
     def summary(self) -> dict[str, Any]:
         """The derived numbers, by name."""
@@ -394,9 +394,12 @@ class RunResult:
         lines.append(_counters("training", self.graph))
         if any(self.evaluation_graph.values()):
             lines.append(_counters("evaluation", self.evaluation_graph))
-        lines.append(_times(self))
-        if self.rank_step_ms:
-            lines.append(_of_ranks(self.rank_step_ms))
+        lines.append(f"  {_times(self)}")
+        if found := spread(self.rank_step_ms):
+            lines.append(
+                f"  {counted(len(self.rank_step_ms), 'rank')}: median steps of {found['min']:.2f} to "
+                f"{found['max']:.2f} ms, {found['median']:.2f} ms in the middle"
+            )
         if found := self.communication():
             lines.append(
                 f"  communication takes {found['comm_ms']:.2f} ms of a step, waits for other ranks included; during "
@@ -414,9 +417,15 @@ class RunResult:
             lines.append(f"  using {self.auto['chosen'] or 'nothing yet'}: {self.auto['reason']}")
             lines += [f"  note: {note}" for note in self.auto.get("notes", ())]
         if self.skipped_steps:
-            lines.append(_skipped(self))
+            scaled = self.config.get("train", {}).get("precision") == "fp16_mixed"
+            why = " (including overflows of the loss scale)" if scaled else ""
+            first = self.first_nonfinite_step
+            where = f"; first non-finite step: {first}" if first else ""
+            lines.append(f"  {counted(self.skipped_steps, 'update')} skipped{why}{where}")
         if self.losses:
-            lines.append(_losses(self))
+            last = f", evaluation {self.eval_losses[-1][1]:.3f}" if self.eval_losses else ""
+            last += f", evaluation with averaged weights {self.ema_loss:.3f}" if self.ema_loss is not None else ""
+            lines.append(f"  loss {self.losses[0]:.3f} -> {self.losses[-1]:.3f}{last} nats per token")
         return "\n".join(lines)
 
 
@@ -427,35 +436,23 @@ def _counters(name: str, graph: Mapping[str, Any]) -> str:
 
 
 def _times(result: "RunResult") -> str:
-    if result.step_ms_median is None:
-        return f"  {_without_times(result)}"
-    first = result.resumed_at_step + result.measured_from_step + 1
-    used = "" if result.mfu is None else f", MFU {result.mfu:.1%}"
-    return (
-        f"  step {result.step_ms_median:.2f} ms (median from step {first} on), "
-        f"host {result.host_ms_median:.2f} ms, {result.tokens_per_s:,.0f} tokens/s{used}"
-    )
-
-
-def _without_times(result: "RunResult") -> str:
     done, before = len(result.step_ms), result.resumed_at_step
+    first = before + result.measured_from_step + 1
+    if result.step_ms_median is not None:
+        used = "" if result.mfu is None else f", MFU {result.mfu:.1%}"
+        return (
+            f"step {result.step_ms_median:.2f} ms (median from step {first} on), "
+            f"host {result.host_ms_median:.2f} ms, {result.tokens_per_s:,.0f} tokens/s{used}"
+        )
     if before and not done:
         return f"no step was left to train: all {before:,} had been done before the run was resumed"
-    first, last = before + result.measured_from_step + 1, before + done
-    return f"no step times: timing starts at step {first:,}, after warm-up and capture; the run ended at step {last:,}"
+    ended = before + done
+    return f"no step times: timing starts at step {first:,}, after warm-up and capture; the run ended at step {ended:,}"
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
     """The least, the median and the greatest, by these names; nothing of nothing."""
     return {"min": min(values), "median": statistics.median(values), "max": max(values)} if values else {}
-
-
-def _of_ranks(times: list[float]) -> str:
-    found = spread(times)
-    return (
-        f"  {counted(len(times), 'rank')}: median steps of {found['min']:.2f} to {found['max']:.2f} ms, "
-        f"{found['median']:.2f} ms in the middle"
-    )
 
 
 def _lengths(lengths: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
@@ -478,20 +475,3 @@ def _profile(name: str, found: Mapping[str, Any]) -> Iterator[str]:
         )
     else:
         yield f"  profile, {name}: {found['step_ms']:.2f} ms per step; no GPU"
-
-
-def _skipped(result: "RunResult") -> str:
-    scaled = result.config.get("train", {}).get("precision") == "fp16_mixed"
-    why = " (including overflows of the loss scale)" if scaled else ""
-    first = result.first_nonfinite_step
-    where = f"; first non-finite step: {first}" if first else ""
-    return f"  {counted(result.skipped_steps, 'update')} skipped{why}{where}"
-
-
-def _losses(result: "RunResult") -> str:
-    text = f"  loss {result.losses[0]:.3f} -> {result.losses[-1]:.3f}"
-    if result.eval_losses:
-        text += f", evaluation {result.eval_losses[-1][1]:.3f}"
-    if result.ema_loss is not None:
-        text += f", evaluation with averaged weights {result.ema_loss:.3f}"
-    return f"{text} nats per token"

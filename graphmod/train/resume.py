@@ -168,11 +168,7 @@ def other_ranks(manifest: dict[str, Any], config: RunConfig, ranks: int, arrange
 
 
 def require_same(
-    where: Path,
-    manifest: dict[str, Any],
-    settings: dict[str, Any],
-    data: str | None = None,
-    ranks: int | None = None,
+    where: Path, manifest: dict[str, Any], settings: dict[str, Any], data: str | None = None, ranks: int | None = None
 ) -> None:
     """Raises ConfigError when the run that wrote a checkpoint had other settings, the number of steps apart, or another
     text.

@@ -388,10 +388,8 @@ class Run:
     def open(self, say: Callable[[str], None]) -> None:
         """Says what is trained on what, before the first step."""
         if self.ranks.first:
-            tokens = self.tokens_per_step
-            text = opening(
-                self.config, self.model, self.corpus, self.device, self.folder, tokens, self.first, self.ranks
-            )
+            of_run = self.corpus, self.device, self.folder, self.tokens_per_step, self.first, self.ranks
+            text = opening(self.config, self.model, *of_run)
             say(text)
             self.journal.write(text)
 
@@ -447,31 +445,26 @@ class Run:
 
     def _save(self, done: int) -> None:
         self._finish_values()
-        random = self.ranks.of_data(random_state(self.device))
-        if self.ranks.first or self.ranks.mesh is not None:
-            self._write(done, random)
-        self.saved = self.ranks.told(self.saved)
-
-    def _write(self, done: int, random: list[dict[str, torch.Tensor]]) -> None:
-        config = plain_config(self.config)
+        ranks, metrics = self.ranks, self.metrics
         progress = Progress(
             done,
-            config,
+            plain_config(self.config),
             self.settings,
             self.data,
-            self.metrics.losses,
-            self.metrics.eval_losses,
-            self.ranks.data_ranks,
-            self.ranks.count,
-            arrangement(self.config, self.ranks),
+            metrics.losses,
+            metrics.eval_losses,
+            ranks.data_ranks,
+            ranks.count,
+            arrangement(self.config, ranks),
             self.batches.sampler.seen(done),
-            random,
+            ranks.of_data(random_state(self.device)),
         )
-        keep, merge = self.config.train.keep_checkpoints, self.config.model.lora.merge
-        parent = self.folder / CHECKPOINTS
-        parts = self.ranks if self.ranks.mesh is not None else None
-        saved = save_checkpoint(parent, self.model, self.step, progress, self.corpus.tokenizer, keep, merge, parts)
-        self.saved = saved
+        if ranks.first or ranks.mesh is not None:
+            keep, merge = self.config.train.keep_checkpoints, self.config.model.lora.merge
+            parent, parts = self.folder / CHECKPOINTS, ranks if ranks.mesh is not None else None
+            tokenizer = self.corpus.tokenizer
+            self.saved = save_checkpoint(parent, self.model, self.step, progress, tokenizer, keep, merge, parts)
+        self.saved = ranks.told(self.saved)
 
     def steps(self) -> float:
         """Runs all steps that are left, or those until a signal says to stop; returns the seconds that took."""
@@ -646,7 +639,9 @@ def _train(config: RunConfig, point: ResumePoint, ranks: Ranks, say: Callable[[s
     dims = model_config(config.model, corpus.vocab_size, corpus.length)
     if corpus.vocab_size is None and dims is not None:
         corpus.vocab_size = dims.vocab_size
-    batches = make_batches(config, corpus, device, dims, _place(point, ranks))
+    # One that is resumed goes on where it was in the data, also with another number of ranks.
+    resumed = (point.manifest["steps_done"], *point.manifest["seen"]) if point.checkpoint is not None else ()
+    batches = make_batches(config, corpus, device, dims, Place(ranks.data_rank, ranks.data_ranks, *resumed))
     if config.train.epochs is not None:
         config = replace(config, train=replace(config.train, steps=batches.sampler.steps(config.train.epochs)))
     if point.checkpoint is not None:
@@ -665,13 +660,6 @@ def _train(config: RunConfig, point: ResumePoint, ranks: Ranks, say: Callable[[s
     if ranks.first:
         result.write(point.run_dir)
     return result
-
-
-def _place(point: ResumePoint, ranks: Ranks) -> Place:
-    """Where in the data a run is; one that is resumed goes on there, also with another number of ranks."""
-    if point.checkpoint is None:
-        return Place(ranks.data_rank, ranks.data_ranks)
-    return Place(ranks.data_rank, ranks.data_ranks, point.manifest["steps_done"], *point.manifest["seen"])
 
 
 def train(

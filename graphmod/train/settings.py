@@ -845,10 +845,7 @@ def check(config: RunConfig) -> None:
         "graph.layers, which names all modules; leave it out",
     )
     draws = config.model.dropout or config.model.lora.dropout
-    require(
-        graph.compile is CompileMode.none or not (train.activation_checkpointing and draws),
-        DRAWS_IN_COMPILED_CODE,
-    )
+    require(graph.compile is CompileMode.none or not (train.activation_checkpointing and draws), DRAWS_IN_COMPILED_CODE)
 
 
 def plain_config(config: RunConfig) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import logging
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,6 +30,7 @@ from graphmod.train.parallel import (
     total_norm,
 )
 from graphmod.train.settings import Scope, TrainGraphConfig, train_settings
+from graphmod.words import warn_once
 from graphmod.wrap.layers import edge_modules, find_layers, match_layers, ungraph, wrap
 from graphmod.wrap.module import CUDAGraphModule
 from graphmod.wrap.target import body_of
@@ -453,8 +453,6 @@ class LayerGraphs:
 
 __all__ = ["TrainStep", "next_token_loss"]
 
-log = logging.getLogger("graphmod")
-
 _COMPILED_WARMUP = 3
 
 
@@ -464,14 +462,6 @@ def warmup_steps(config: CUDAGraphConfig, compile: str) -> int:
     The first step compiles, the second the update, and only a later one is what a capture can be compared with.
     """
     return config.warmup_steps if compile == "none" else max(config.warmup_steps, _COMPILED_WARMUP)
-
-
-@functools.cache  # of several steps around one model, the first says it
-def _say_eager() -> None:
-    log.warning(
-        "graph=per_layer runs eagerly, because layers are sharded and split (parallel=fsdp_tp); "
-        "graph=full_iteration captures the whole step"
-    )
 
 
 class TrainStep:
@@ -563,7 +553,10 @@ class TrainStep:
             whole = is_collected(model) or not shards(model)
             self.config = replace(self.config, optimizer=False, scope=Scope.per_layer if whole else Scope.none)
             if not whole:
-                _say_eager()
+                warn_once(
+                    "graph=per_layer runs eagerly, because layers are sharded and split (parallel=fsdp_tp); "
+                    "graph=full_iteration captures the whole step"
+                )
         self._undo_compile: Callable[[], None] | None = None
         self._loss_fn = loss_fn
         count_targets, compiled_update = count_targets or count_targets_of(loss_fn), None

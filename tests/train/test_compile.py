@@ -18,6 +18,7 @@ from graphmod.train.activations import Recomputed, recompute_activations
 from graphmod.train.compile import compiled
 from graphmod.train.run import train
 from graphmod.train.step import TrainStep
+from graphmod.words import warn_once
 from tests.support.harness import assert_same, play
 from tests.support.harness import config as graph_config
 from tests.train.test_train_step import build, replays
@@ -224,7 +225,7 @@ def test_on_a_gpu_compiled_layers_that_run_again_have_the_losses_of_no_graphs(ti
 
 @pytest.mark.parametrize("scope", ["none", *SCOPES])
 def test_where_torch_compile_is_switched_off_nothing_is_compiled(scope, device, caplog):
-    compile_module._say_switched_off.cache_clear()
+    warn_once.cache_clear()
     made = build(device)["model"]
     weights = []
     for how in ("none", "default"):
