@@ -1,7 +1,7 @@
 """Text to tokens and back, by one policy for training, prompts, samples and stops.
 
 A saved tokenizer, or bytes as tokens; the special tokens around a text; the prompt that a chat template makes of
-messages; text that comes token by token.
+messages; text that comes token by token; and texts that are not UTF-8.
 
 A template is a program, and says of no message whether it reads it. So it is tried: with words of which each can be
 found again in what it writes.
@@ -17,6 +17,7 @@ import codecs
 import itertools
 import json
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -770,3 +771,49 @@ class TokenTexts:
 def _alike(one: str, other: str) -> bool:
     """Whether two texts are the same, whatever number of signs they have for bytes that are no character."""
     return one == other or re.sub(f"{_UNFINISHED}+", _UNFINISHED, one) == re.sub(f"{_UNFINISHED}+", _UNFINISHED, other)
+
+
+# -- texts that are not UTF-8: what they are, and how they become it ---------------------------------------------------
+
+_MARKS = (  # the longer ones first, because one begins like a shorter one
+    (codecs.BOM_UTF32_LE, "UTF-32"),
+    (codecs.BOM_UTF32_BE, "UTF-32"),
+    (codecs.BOM_UTF16_LE, "UTF-16"),
+    (codecs.BOM_UTF16_BE, "UTF-16"),
+)
+
+
+def wide_encoding(content: bytes) -> str | None:
+    """`UTF-16` or `UTF-32` for the beginning of a text that says it is that; else None. Not every file that begins so
+    is a text: it also has to be one in that encoding."""
+    for mark, name in _MARKS:
+        if content.startswith(mark):
+            try:
+                codecs.getincrementaldecoder(name)().decode(content)
+            except UnicodeDecodeError:
+                continue
+            return name
+    return None
+
+
+def unmarked(content: bytes) -> bytes:
+    """`content` without the mark at the beginning with which some editors say that a text is UTF-8."""
+    return content.removeprefix(codecs.BOM_UTF8)
+
+
+def not_utf8(path: Path) -> str | None:
+    """What the text in `path` is in place of UTF-8, and the command that converts it; None where it is UTF-8, no
+    text, or cannot be read."""
+    try:
+        path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        content = error.object
+        name = wide_encoding(content)
+        if name is None and b"\0" in content:
+            return None  # no text at all, such as a compressed file
+        what = name or f"another encoding, such as Latin-1 (byte {error.start:,} is {content[error.start]:#04x})"
+        quoted = shlex.quote(str(path))
+        return f"{path} is not UTF-8 but {what}; convert it: iconv -f {name or 'latin1'} -t UTF-8 {quoted} > NEW_FILE"
+    except OSError:
+        return None
+    return None

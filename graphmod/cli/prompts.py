@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from graphmod.cli.start import OutputError
 from graphmod.errors import ConfigError
-from graphmod.text import Codec, TokenizerCodec
-from graphmod.train.encodings import not_utf8
+from graphmod.text import Codec, TokenizerCodec, not_utf8
 
 if TYPE_CHECKING:
     from graphmod.cli.settings import DecodeSettings

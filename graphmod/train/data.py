@@ -39,8 +39,7 @@ from tqdm import tqdm
 from transformers import BatchEncoding
 
 from graphmod.errors import ConfigError, reason
-from graphmod.text import TokenizerCodec, has_tokenizer
-from graphmod.train.encodings import not_utf8, unmarked, wide_encoding
+from graphmod.text import TokenizerCodec, has_tokenizer, not_utf8, unmarked, wide_encoding
 from graphmod.train.loss import masked
 from graphmod.train.settings import LOCAL, DataConfig, Documents, ModelConfig, Source, TrainOn, require_library
 from graphmod.words import counted
