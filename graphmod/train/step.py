@@ -5,7 +5,7 @@ import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import InitVar, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -144,6 +144,7 @@ _FIRST_SCALE, _GROWTH, _BACKOFF, _GROWTH_INTERVAL = 65536.0, 2.0, 0.5, 2000
 _NEVER = -1
 
 
+@dataclass(eq=False, repr=False)
 class Iteration:
     """Forward, backward and update. The arguments are those of `TrainStep`.
 
@@ -155,38 +156,31 @@ class Iteration:
         ema: averaged weights in float32, in the order of `trained`; empty without averaging.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        loss_fn: Callable[..., Tensor],
-        count_targets: CountTargets | None,
-        learning_rates: Sequence[float] | None,
-        max_grad_norm: float | None,
-        autocast_dtype: torch.dtype | None,
-        nonfinite: str,
-        scale_loss: bool,
-        ema_decay: float | None,
-        compiled_update: "CompiledUpdate | None" = None,
-        parallel: DataParallel | FullySharded | None = None,
-    ) -> None:
-        self.compiled_update, self.parallel = compiled_update, parallel
-        self.model, self.optimizer = model, optimizer
-        self.loss_fn, self.count_targets = loss_fn, count_targets
-        self.max_grad_norm, self.autocast_dtype = max_grad_norm, autocast_dtype
-        self.nonfinite, self.ema_decay = nonfinite, ema_decay
-        device = self.device = next(model.parameters()).device
-        self.trained = [p for group in optimizer.param_groups for p in group["params"]]
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss_fn: Callable[..., Tensor]
+    count_targets: CountTargets | None
+    learning_rates: InitVar[Sequence[float] | None]
+    max_grad_norm: float | None
+    autocast_dtype: torch.dtype | None
+    nonfinite: str
+    scale_loss: InitVar[bool]
+    ema_decay: float | None
+    compiled_update: "CompiledUpdate | None"
+    parallel: DataParallel | FullySharded | None
+
+    def __post_init__(self, learning_rates: Sequence[float] | None, scale_loss: bool) -> None:
+        device = self.device = next(self.model.parameters()).device
+        self.trained = [p for group in self.optimizer.param_groups for p in group["params"]]
         # In the order in which `clip_grad_norm_(model.parameters())` adds their squares up: the sum's last bit depends
         # on it, and the optimizer's groups have another.
         known = {id(p): p for p in self.trained}
-        self._clipped = [known.pop(id(p)) for p in model.parameters() if id(p) in known] + [*known.values()]
+        self._clipped = [known.pop(id(p)) for p in self.model.parameters() if id(p) in known] + [*known.values()]
         self.rates: Tensor | None = None
         if learning_rates is not None:
             self.rates = torch.tensor(list(learning_rates), dtype=torch.float32, device=device)
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
-        self.guarded = nonfinite != "ignore" or scale_loss
+        self.guarded = self.nonfinite != "ignore" or scale_loss
         self.first_bad = torch.full((1,), _NEVER, dtype=torch.int64, device=device)
         self.skipped = torch.zeros(1, dtype=torch.int64, device=device)
         self.scale: Tensor | None = None
@@ -196,12 +190,12 @@ class Iteration:
             self.growth = torch.zeros((), dtype=torch.int32, device=device)
         if self.guarded:
             # Fused optimizers look at this 0-d flag on the device, and change nothing where it is 1.
-            vars(optimizer).update(found_inf=torch.zeros((), device=device), grad_scale=None)
+            vars(self.optimizer).update(found_inf=torch.zeros((), device=device), grad_scale=None)
         else:
             # A flag that a guarded iteration left behind would go on blocking updates.
             for name in ("found_inf", "grad_scale"):
-                optimizer.__dict__.pop(name, None)
-        self.ema = [p.detach().float().clone() for p in self.trained] if ema_decay is not None else []
+                self.optimizer.__dict__.pop(name, None)
+        self.ema = [p.detach().float().clone() for p in self.trained] if self.ema_decay is not None else []
 
     def loss(self, microbatch: Any) -> Tensor:
         wanted = self.autocast_dtype is not None
