@@ -6,6 +6,7 @@ memory and written once their copy is known to have ended.
 
 import csv
 import html
+import io
 import json
 import os
 import secrets
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from graphmod.errors import GraphmodError, reason
 from graphmod.train.checkpoint import Progress
+from graphmod.train.folders import write_whole
 from graphmod.train.result import StepClock, Utilization, median
 from graphmod.train.settings import LogTo, require_library
 
@@ -137,13 +139,11 @@ class CsvLogger(Logger):
         self._rewrite()
 
     def _rewrite(self) -> None:
-        """Writes the file anew, or leaves it as it is."""
-        partial = self._path.with_name(f".{CSV_FILE}.partial")
-        with partial.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, self._columns)
-            writer.writeheader()
-            writer.writerows(self._lines)
-        os.replace(partial, self._path)
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, self._columns)
+        writer.writeheader()
+        writer.writerows(self._lines)
+        write_whole(self._path, text.getvalue())
         self._written, self._changed = len(self._lines), False
 
     def scalars(self, values: Mapping[str, float], done: int) -> None:
