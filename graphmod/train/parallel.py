@@ -5,7 +5,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -124,79 +124,51 @@ class _Loss(nn.Module):
         return loss_fn(self.model, microbatch)
 
 
-class _OverRanks:
-    """What both kinds of models of a step have.
-
-    Attributes:
-        ranks: how many there are with different batches.
-    """
-
-    def __init__(self, group: distributed.ProcessGroup) -> None:
-        self.group, self.ranks = group, distributed.get_world_size(group)
-
-    def sum(self, value: Tensor) -> Tensor:
-        """The sum over all ranks, in place."""
-        distributed.all_reduce(value, group=self.group)
-        return value
-
-
-class DataParallel(_OverRanks):
+class OverRanks:
     """The model of a step on the ranks of a process group.
 
     Args:
-        model: on its device; that of the first rank is given to all others.
-        group: the process group.
+        model: on its device; unless it is sharded, that of the first rank is given to all others.
+        group: of the ranks with different batches.
         captured: whether graphs will hold what averages gradients.
+
+    Attributes:
+        ranks: how many there are.
 
     Raises:
         ConfigError: the gradients of this model cannot be averaged in a graph.
     """
 
     def __init__(self, model: nn.Module, group: distributed.ProcessGroup, captured: bool) -> None:
-        super().__init__(group)
-        _give_to_all(model, group)
-        settings: dict[str, Any] = {_SPREADS_BUFFERS: False, "init_sync": False}
-        self._loss = DistributedDataParallel(_Loss(model), process_group=group, **settings)
-        if captured and (why := take_over(self._loss)) is not None:
-            raise ConfigError(f"gradients cannot be averaged over ranks in a graph, because of {why}; use graph=none")
-
-    def __call__(self, loss_fn: Callable, microbatch: Any) -> Tensor:
-        """The loss of a microbatch, whose backward averages gradients unless it is run under `apart`."""
-        return self._loss(loss_fn, microbatch)
-
-    def apart(self, wanted: bool) -> AbstractContextManager:
-        """Inside, if wanted, forwards whose backwards only add to the gradients of this rank, as all but those of the
-        last microbatch do."""
-        return self._loss.no_sync() if wanted else nullcontext()
-
-    def settle(self) -> None:
-        """After forwards without a backward; here these leave nothing behind."""
-
-
-class FullySharded(_OverRanks):
-    """A sharded model in a step; of the same form as `DataParallel`.
-
-    Args:
-        model: `fully_shard` was applied to it.
-        group: of the ranks with different batches.
-    """
-
-    def __init__(self, model: nn.Module, group: distributed.ProcessGroup) -> None:
-        super().__init__(group)
+        self.group, self.ranks = group, distributed.get_world_size(group)
         self._model: Any = model
         self._sharded: list[Any] = [module for module in model.modules() if shards(module)]
+        self._replicated: DistributedDataParallel | None = None
+        if shards(model):
+            return
+        _give_to_all(model, group)
+        settings: dict[str, Any] = {_SPREADS_BUFFERS: False, "init_sync": False}
+        self._replicated = DistributedDataParallel(_Loss(model), process_group=group, **settings)
+        if captured and (why := take_over(self._replicated)) is not None:
+            raise ConfigError(f"gradients cannot be averaged over ranks in a graph, because of {why}; use graph=none")
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum over all ranks, in place."""
+        distributed.all_reduce(value, group=self.group)
+        return value
 
     def __call__(self, loss_fn: Callable, microbatch: Any) -> Tensor:
         """The loss of a microbatch, whose backward averages gradients unless it is run under `apart`."""
-        return loss_fn(self._model, microbatch)
-
-    def apart(self, wanted: bool) -> AbstractContextManager:
-        """Inside, if wanted, backwards only add to whole gradients on this rank, as all but those of the last
-        microbatch do: these take memory, and spare sending them more than once."""
-        return self._without_sync() if wanted else nullcontext()
+        return loss_fn(self._model, microbatch) if self._replicated is None else self._replicated(loss_fn, microbatch)
 
     @contextmanager
-    def _without_sync(self) -> Iterator[None]:
+    def apart(self) -> Iterator[None]:
+        """Inside, backwards only add to the gradients of this rank, as all but those of the last microbatch do. Of a
+        sharded model these are whole, which takes memory, and spares sending them more than once."""
+        if self._replicated is not None:
+            with self._replicated.no_sync():
+                yield
+            return
         self._model.set_requires_gradient_sync(False)
         try:
             yield
@@ -210,9 +182,7 @@ class FullySharded(_OverRanks):
             module.reshard()
 
 
-def over_ranks(
-    model: nn.Module, group: distributed.ProcessGroup | None, captured: bool
-) -> DataParallel | FullySharded | None:
+def over_ranks(model: nn.Module, group: distributed.ProcessGroup | None, captured: bool) -> OverRanks | None:
     """What averages the gradients of a model over a process group: what shards it, or DistributedDataParallel; None
     without a group.
 
@@ -226,7 +196,7 @@ def over_ranks(
                 "the model is sharded by fully_shard, and its gradients are means over ranks; give TrainStep the "
                 "process group of these, so that losses are, too: process_group=mesh.get_group()"
             )
-        return FullySharded(model, group)
+        return OverRanks(model, group, captured)
     ranks = os.environ.get("WORLD_SIZE", "1")
     if group is None and ranks.isdigit() and int(ranks) > 1 and not distributed.is_initialized():
         raise ConfigError(  # `distributed.group.WORLD` is None then
@@ -240,7 +210,7 @@ def over_ranks(
             "the model has parameters that are split over ranks, and process_group is for ranks with different "
             "batches; leave it out where all take the same, or apply fully_shard to the model over the mesh of these"
         )
-    return DataParallel(model, group, captured)
+    return OverRanks(model, group, captured)
 
 
 @torch.no_grad()

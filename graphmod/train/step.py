@@ -4,7 +4,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import InitVar, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,7 @@ from graphmod.step.entry import GraphStats
 from graphmod.torch_private import foreach_add_, foreach_copy_, foreach_mul_, unscale_, update_scale_
 from graphmod.train.loss import CountTargets, count_targets_of, criterion_of, next_token_loss, weighted_mean
 from graphmod.train.parallel import (
-    DataParallel,
-    FullySharded,
+    OverRanks,
     by_mesh,
     clip,
     is_split,
@@ -167,7 +166,7 @@ class Iteration:
     scale_loss: InitVar[bool]
     ema_decay: float | None
     compiled_update: "CompiledUpdate | None"
-    parallel: DataParallel | FullySharded | None
+    parallel: OverRanks | None
 
     def __post_init__(self, learning_rates: Sequence[float] | None, scale_loss: bool) -> None:
         device = self.device = next(self.model.parameters()).device
@@ -233,7 +232,7 @@ class Iteration:
         starts = weights if weights is None or self.scale is None else weights * self.scale
         losses = []
         for index, microbatch in enumerate(parts):
-            with self._apart(index + 1 < len(parts)):
+            with nullcontext() if self.parallel is None or index + 1 == len(parts) else self.parallel.apart():
                 loss, start = self.loss(microbatch), None
                 if starts is not None:
                     start = starts[index].to(loss.dtype)
@@ -244,9 +243,16 @@ class Iteration:
                 with torch.autograd.set_multithreading_enabled(False):
                     (loss * self.scale if self.scale is not None and start is None else loss).backward(start)
             del loss  # else its autograd graph lives on through the next forward
-        if self.parallel is not None:
-            return self._mean_over_ranks(self.parallel, losses, counts, weights)
-        return functools.reduce(operator.add, losses) if counts is None else weighted_mean(torch.stack(losses), counts)
+        if self.parallel is None and counts is not None:
+            return weighted_mean(torch.stack(losses), counts)
+        if self.parallel is None:
+            return functools.reduce(operator.add, losses)
+        # All ranks look at one loss to decide whether the update happens.
+        if counts is None or weights is None:
+            mine = functools.reduce(operator.add, losses)
+        else:
+            mine = (torch.where(counts > 0, torch.stack(losses), 0) * weights).sum()
+        return self.parallel.sum(mine.clone()) / self.parallel.ranks
 
     def _weights(self, counts: Tensor) -> Tensor:
         """(A,) the share of each microbatch in all targets, by which its loss is multiplied: where its backward starts
@@ -255,20 +261,6 @@ class Iteration:
         if self.parallel is None:
             return counts / counts.sum()
         return counts / (self.parallel.sum(counts.sum()) / self.parallel.ranks)
-
-    def _apart(self, wanted: bool) -> AbstractContextManager:
-        return nullcontext() if self.parallel is None else self.parallel.apart(wanted)
-
-    @staticmethod
-    def _mean_over_ranks(
-        parallel: DataParallel | FullySharded, losses: list[Tensor], counts: Tensor | None, weights: Tensor | None
-    ) -> Tensor:
-        # All ranks look at one loss to decide whether the update happens.
-        if counts is None or weights is None:
-            mine = functools.reduce(operator.add, losses)
-        else:
-            mine = (torch.where(counts > 0, torch.stack(losses), 0) * weights).sum()
-        return parallel.sum(mine.clone()) / parallel.ranks
 
     def update(self, loss: Tensor | None = None) -> Tensor | None:
         """Learning rate, clipping and optimizer step; returns the gradients' 2-norm before clipping, if there is one.
@@ -560,7 +552,7 @@ class TrainStep:
             loss_fn, compiled_update = self._compile(loss_fn, compile), CompiledUpdate(optimizer, compile)
         self.grad_norm: Tensor | None = None
         captured = self.config.scope is not Scope.none
-        self._parallel: DataParallel | FullySharded | None = over_ranks(model, process_group, captured)
+        self._parallel: OverRanks | None = over_ranks(model, process_group, captured)
         self._iteration = Iteration(
             model,
             optimizer,
