@@ -143,37 +143,33 @@ def ranks_of(config: RunConfig) -> int:
     Raises:
         ConfigError: these do not agree, there are too few GPUs, or so many cannot be arranged as `parallel` asks.
     """
-    count = _ranks_of(config)
-    sizes(config.parallel, count)
-    return count
-
-
-def _ranks_of(config: RunConfig) -> int:
     started, wanted = int(os.environ.get("WORLD_SIZE") or 1), config.parallel.gpus
+    count = wanted or started
     if config.parallel.mode is ParallelMode.none:
         if started > 1:
             raise ConfigError(
                 f"WORLD_SIZE={started} asks for {started} processes that work together, and parallel=none trains in "
                 "one; add parallel=ddp or another mode, start it without a launcher, or unset WORLD_SIZE"
             )
-        return 1
-    if started > 1:
-        if wanted not in (None, started):
+        count = 1
+    elif started > 1:
+        if count != started:
             raise ConfigError(
                 f"parallel.gpus={wanted}, and a launcher has started {started} processes; leave parallel.gpus out"
             )
-        return started
-    if pick_device(config.train.device).type == "cpu":
+    elif pick_device(config.train.device).type == "cpu":
         if wanted is None:
             raise ConfigError(
                 f"parallel={config.parallel.mode.value} starts a process for each GPU, and this run has none; say how "
                 f"many processes are to share the CPU: parallel.gpus={2 * (config.parallel.tp or 1)}"
             )
-        return wanted
-    there = torch.cuda.device_count()
-    if wanted is not None and wanted > there:
-        raise ConfigError(f"parallel.gpus={wanted}, and PyTorch finds {there} on this machine")
-    return wanted or there
+    else:
+        there = torch.cuda.device_count()
+        if wanted is not None and wanted > there:
+            raise ConfigError(f"parallel.gpus={wanted}, and PyTorch finds {there} on this machine")
+        count = wanted or there
+    sizes(config.parallel, count)
+    return count
 
 
 def own_seed(seed: int, rank: int, done: int) -> int:

@@ -551,8 +551,6 @@ class TrainStep:
 
             loss_fn, compiled_update = self._compile(loss_fn, compile), CompiledUpdate(optimizer, compile)
         self.grad_norm: Tensor | None = None
-        captured = self.config.scope is not Scope.none
-        self._parallel: OverRanks | None = over_ranks(model, process_group, captured)
         self._iteration = Iteration(
             model,
             optimizer,
@@ -565,7 +563,7 @@ class TrainStep:
             scale_loss=scale_loss,
             ema_decay=ema_decay,
             compiled_update=compiled_update,
-            parallel=self._parallel,
+            parallel=over_ranks(model, process_group, captured=self.config.scope is not Scope.none),
         )
         self._stage = Staging(self._iteration.device)
         self._eager_steps = 0
