@@ -71,14 +71,16 @@ class _Kept:
         return tree_map_only(Tensor, torch.clone, self._result) if self._made else self._result
 
 
-class _Visible(TorchDispatchMode):
-    """A mode whose operations a recorder goes on to see."""
+class _Draws(TorchDispatchMode):
+    """Keeps what random operations give, or gives it again. A recorder goes on to see the operations."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: list[_Kept], again: bool) -> None:
         super().__init__()
+        self._kept, self._again, self._next = kept, again, 0
         self._around = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
+        self._next = 0  # a second backward over the same forward runs it yet again
         self._around.enter_context(through_a_mode())
         return super().__enter__()
 
@@ -86,46 +88,26 @@ class _Visible(TorchDispatchMode):
         super().__exit__(exc_type, exc_val, exc_tb)
         self._around.close()
 
-
-class _Keep(_Visible):
-    def __init__(self, kept: list[_Kept]) -> None:
-        super().__init__()
-        self._kept = kept
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if draws(facts(func), args, kwargs):
-            self._kept.append(_Kept(func, args, kwargs, result))
-        return result
-
-
-class _Repeat(_Visible):
-    def __init__(self, kept: list[_Kept]) -> None:
-        super().__init__()
-        self._kept, self._next = kept, 0
-
-    def __enter__(self) -> Self:
-        # A second backward over the same forward runs it yet again.
-        self._next = 0
-        return super().__enter__()
-
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if not draws(facts(func), args, kwargs):
             return func(*args, **kwargs)
-        self._next += 1
-        return self._kept[self._next - 1].again(func, args, kwargs)
+        if self._again:
+            self._next += 1
+            return self._kept[self._next - 1].again(func, args, kwargs)
+        result = func(*args, **kwargs)
+        self._kept.append(_Kept(func, args, kwargs, result))
+        return result
 
 
-def kept_draws() -> tuple[_Keep, _Repeat]:
+def kept_draws() -> tuple[_Draws, _Draws]:
     """Contexts for a first run, which keeps what is drawn, and for later runs of the same code, which get it again.
 
     The later ones raise RuntimeError when the code calls other random operations, or when it changed the result of one
     in place.
     """
     kept: list[_Kept] = []
-    return _Keep(kept), _Repeat(kept)
+    return _Draws(kept, again=False), _Draws(kept, again=True)
 
 
 # -- layers that run again in the backward -----------------------------------------------------------------------------

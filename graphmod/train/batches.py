@@ -472,6 +472,13 @@ def _handed_on(data: DataConfig) -> dict[str, Any]:
     return found
 
 
+def parts_of(item: Any) -> dict[Any, Any]:
+    """The parts of an item or batch by name; by number in a tuple, and by `_WHOLE` where it is no collection."""
+    if isinstance(item, Mapping):
+        return dict(item)
+    return dict(enumerate(item)) if isinstance(item, (tuple, list)) else {_WHOLE: item}
+
+
 def described(parts: dict[Any, Tensor]) -> str:
     """Shapes and dtypes of tensors with names, in words."""
     return ", ".join(
@@ -546,7 +553,7 @@ class Items:
         return count
 
     def read(self, index: int) -> dict[Any, Tensor]:
-        """The parts of an item by name; by number in a tuple, and by `_WHOLE` where it is one tensor.
+        """The parts of an item, as `parts_of` names them.
 
         Raises:
             ConfigError: it cannot be read, or does not consist of tensors on the host.
@@ -557,10 +564,7 @@ class Items:
             if passes_on(error):
                 raise
             raise ConfigError(f"{self.name}: item {index} cannot be read: {in_words(error)}") from error
-        if isinstance(item, Mapping):
-            parts = dict(item)
-        else:
-            parts = dict(enumerate(item)) if isinstance(item, (tuple, list)) else {_WHOLE: item}
+        parts = parts_of(item)
         wrong = [
             f"{f'{n!r} is ' if n != _WHOLE else ''}a {type(v).__name__}" for n, v in parts.items() if not _is_dense(v)
         ]

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from graphmod.config import CompileMode
 from graphmod.errors import ConfigError
 from graphmod.train.attention import NAME
-from graphmod.train.batches import Batches, Data, Items, described
+from graphmod.train.batches import Batches, Data, Items, described, parts_of
 from graphmod.train.loss import IGNORED, OfRows, count_targets_of, criterion_of, own_logits
 from graphmod.train.model import autocast_dtype, build_model, require_vocabulary, set_special_tokens
 from graphmod.train.ranks import ALONE, Ranks
@@ -218,12 +218,8 @@ def _without_trace(model: nn.Module, device: torch.device, training: bool) -> It
             torch.cuda.reset_peak_memory_stats(device)
 
 
-def _named(batch: Any) -> dict[Any, Tensor]:
-    return {"": batch} if isinstance(batch, Tensor) else batch if isinstance(batch, dict) else dict(enumerate(batch))
-
-
 def _shown(found: Any) -> str:
-    return described({"": found}) if isinstance(found, Tensor) else f"a {type(found).__name__}"
+    return described(parts_of(found)) if isinstance(found, Tensor) else f"a {type(found).__name__}"
 
 
 def _called(model: nn.Module, config: RunConfig, what: str, call: Callable[[], Any], training: bool = True) -> Any:
@@ -256,7 +252,7 @@ def _try_logits(model: nn.Module, config: RunConfig, microbatch: Any, loss_fn: C
     forward = inspect.signature(loss_fn).parameters["forward"].default if not config.data.packing else None
     if forward is None:  # only models of transformers, whose attention is known, have packed batches
         return
-    given = {key: value[:1] for key, value in _named(microbatch).items()}
+    given = {key: value[:1] for key, value in parts_of(microbatch).items()}
     tokens = given[""][:, :-1] if "" in given else given["input_ids"]
     more = {key: value for key, value in given.items() if key not in ("", "input_ids", "labels")}
     zeros = torch.zeros_like(tokens)
@@ -327,7 +323,7 @@ def _try_loss(model: nn.Module, config: RunConfig, microbatch: Any, loss_fn: Cal
         parameters = [one for _, one in trained]
         return found, list(torch.autograd.grad(found, parameters, allow_unused=True)) if asked else parameters
 
-    found, gradients = _called(model, config, f"the loss of a microbatch ({described(_named(microbatch))})", call)
+    found, gradients = _called(model, config, f"the loss of a microbatch ({described(parts_of(microbatch))})", call)
     if not isinstance(found, Tensor) or found.dim() or not found.is_floating_point() or not found.requires_grad:
         without = " without a gradient" if isinstance(found, Tensor) and not found.requires_grad else ""
         raise ConfigError(f"{parts}: the loss returned {_shown(found)}{without}; {_MEAN}")

@@ -45,12 +45,8 @@ def communication_us(kernels: list[tuple[str, float, float]]) -> tuple[float, fl
     return total, total + busy_us(others) - busy_us(sends + others)
 
 
-@contextmanager
-def _recording(activities: list[ProfilerActivity]) -> Iterator[profile]:
-    # One cycle has nothing to add up, but torch 2.11 warns of every one that does not say what becomes of the others.
-    profiler = profile(activities=activities, acc_events=True)
-    with profiler:
-        yield profiler
+# One cycle has nothing to add up, but torch 2.11 warns of every one that does not say what becomes of the others.
+_recording = partial(profile, acc_events=True)
 
 
 def _ranged(forward: Callable, name: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -124,7 +120,7 @@ def profile_briefly(step: TrainStep, batches: list[Tensor]) -> dict[str, Any]:
     afterwards, and launching graphs costs more."""
     chosen = [batches[index % len(batches)] for index in range(_STEPS)]
     _steps(step, chosen[:_SETTLING], "settling")
-    with _recording([ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    with _recording(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         _steps(step, chosen, RUN_STEP)
     return _summary(profiler, RUN_STEP, _STEPS)
 
@@ -151,7 +147,7 @@ def profile_steps(
     settling = chosen[:_SETTLING]
     whole = step.config.scope is Scope.full_iteration
     _steps(step, settling, "settling")
-    with _recording(activities) as profiler:
+    with _recording(activities=activities) as profiler:
         # Another `forward` is what a graph of the whole would be captured anew for.
         with _named_layers(model, [] if whole else _nameable(model, step)):
             _steps(step, chosen, RUN_STEP)
