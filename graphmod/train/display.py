@@ -16,7 +16,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from graphmod.config import CompileMode
 from graphmod.train.batches import Data
 from graphmod.train.device import device_name
-from graphmod.train.ranks import ALONE, Ranks, arrangement
+from graphmod.train.ranks import ALONE, Ranks
 from graphmod.train.result import peak_flops
 from graphmod.train.settings import RunConfig
 from graphmod.words import counted
@@ -234,7 +234,7 @@ def _device(config: RunConfig, device: torch.device, ranks: Ranks) -> str:
     known = "" if peak is None else f" (peak {peak / 1e12:,.0f} TFLOP/s in bf16)"
     scope = "auto" if config.graph.auto else config.graph.scope.value
     compiled = "" if config.graph.compile is CompileMode.none else f", graph.compile={config.graph.compile.value}"
-    several = f", {arrangement(config, ranks)}" if ranks.count > 1 else ""
+    several = f", {ranks.arrangement(config.parallel.mode)}" if ranks.count > 1 else ""
     return f"{name}{known}{several}, graph={scope}{compiled}"
 
 

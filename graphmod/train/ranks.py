@@ -82,13 +82,11 @@ class Ranks:
         """Whether this one speaks and writes."""
         return self.rank == 0
 
-    @property
-    def arrangement(self) -> str:
-        """How many they are, in words."""
+    def arrangement(self, mode: ParallelMode) -> str:
+        """How many they are, and how they share the model, in words."""
         parts = 1 if self.mesh is None else self._size("tp")
-        if parts in (1, self.count):
-            return counted(self.count, "rank")
-        return f"{self.count} ranks ({self.data_ranks} groups of {parts})"
+        groups = "" if parts in (1, self.count) else f" ({self.data_ranks} groups of {parts})"
+        return f"parallel={mode.value} on {counted(self.count, 'rank')}{groups}"
 
     def told(self, value: T) -> T:
         """What the first rank has; values must be of plain kinds."""
@@ -219,8 +217,3 @@ def joined(wanted: DeviceName) -> Iterator[Ranks]:
         yield Ranks(rank, count, distributed.group.WORLD, host, Ballot(range(count), _PATIENCE.total_seconds()))
     finally:
         distributed.destroy_process_group()
-
-
-def arrangement(config: RunConfig, ranks: Ranks) -> str:
-    """How the ranks of a run share the model, in words."""
-    return f"parallel={config.parallel.mode.value} on {ranks.arrangement}"

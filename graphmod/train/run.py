@@ -33,7 +33,7 @@ from graphmod.train.metrics import GIB, Metrics, open_loggers
 from graphmod.train.model import autocast_dtype, dims_of, model_config, weights_dtype
 from graphmod.train.optim import build_optimizer, learning_rates
 from graphmod.train.parallel import shard, split_layers
-from graphmod.train.ranks import ALONE, Ranks, arrangement, own_seed
+from graphmod.train.ranks import ALONE, Ranks, own_seed
 from graphmod.train.result import RunResult, StepClock, commit, median, spread, utilization, versions
 from graphmod.train.resume import (
     ResumePoint,
@@ -455,7 +455,7 @@ class Run:
             metrics.eval_losses,
             ranks.data_ranks,
             ranks.count,
-            arrangement(self.config, ranks),
+            ranks.arrangement(self.config.parallel.mode),
             self.batches.sampler.seen(done),
             ranks.of_data(random_state(self.device)),
         )
@@ -650,7 +650,7 @@ def _train(config: RunConfig, point: ResumePoint, ranks: Ranks, say: Callable[[s
             return finished
         changes = (
             extension(point.manifest, config),
-            other_ranks(point.manifest, config, ranks.data_ranks, arrangement(config, ranks)),
+            other_ranks(point.manifest, config, ranks.data_ranks, ranks.arrangement(config.parallel.mode)),
         )
         for said in changes:
             if said is not None:
