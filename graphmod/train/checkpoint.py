@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -137,24 +137,25 @@ SHARDS = "shards"
 _OPTIMIZER, _EMA = "optimizer", "ema"
 
 
-def _names(step: TrainStep) -> list[str]:
-    """The names of the trained parameters, in the order of the optimizer."""
+def _trained(step: TrainStep) -> dict[str, Tensor]:
+    """The trained parameters by name, in the order of the optimizer."""
     known = {id(parameter): name for name, parameter in step.model.named_parameters()}
-    return [known[id(parameter)] for parameter in step.iteration.trained]
+    return {known[id(parameter)]: parameter for parameter in step.iteration.trained}
 
 
 def _state(step: TrainStep) -> dict[str, Tensor]:
     """The optimizer's state and the averaged weights, of a split model this rank's part of them, by name."""
-    found = {}
-    names, trained = _names(step), step.iteration.trained
-    for name, parameter in zip(names, trained, strict=True):
-        for kind, value in step.optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                found[f"{_OPTIMIZER}/{name}/{kind}"] = value
-    return found | {f"{_EMA}/{name}": value for name, value in zip(names, step.iteration.ema, strict=False)}
+    trained = _trained(step)
+    found = {
+        f"{_OPTIMIZER}/{name}/{kind}": value
+        for name, parameter in trained.items()
+        for kind, value in step.optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
+    }
+    return found | {f"{_EMA}/{name}": value for name, value in zip(trained, step.iteration.ema, strict=False)}
 
 
-def save_shards(folder: Path, step: TrainStep, group: Any, checksum: Callable[[Path], int]) -> dict[str, list[int]]:
+def save_shards(folder: Path, step: TrainStep, group: Any) -> dict[str, list[int]]:
     """Writes this rank's part into `folder`, which there is; all ranks have to call this.
 
     Args:
@@ -188,7 +189,7 @@ def load_shards(folder: Path, step: TrainStep) -> dict[str, Tensor]:
     """
     from torch.distributed import checkpoint
 
-    parameters = dict(zip(_names(step), step.iteration.trained, strict=True))
+    parameters = _trained(step)
     reader = checkpoint.FileSystemReader(folder)
     try:
         wanted = {}
@@ -197,11 +198,9 @@ def load_shards(folder: Path, step: TrainStep) -> dict[str, Tensor]:
             name = key.split("/")[1]
             if key.startswith(f"{_EMA}/") and not step.has_ema:
                 continue
-            like = parameters[name].detach()
-            if tuple(saved.size) == tuple(like.shape):
-                wanted[key] = torch.zeros_like(like, dtype=saved.properties.dtype)
-            else:  # a count of steps, say
-                wanted[key] = torch.zeros(saved.size, dtype=saved.properties.dtype)
+            like, dtype = parameters[name].detach(), saved.properties.dtype
+            alike = tuple(saved.size) == tuple(like.shape)  # else a count of steps, say
+            wanted[key] = torch.zeros_like(like, dtype=dtype) if alike else torch.zeros(saved.size, dtype=dtype)
         with warnings.catch_warnings():  # that each rank reads for itself, as it is told
             warnings.simplefilter("ignore", UserWarning)
             checkpoint.load(wanted, storage_reader=reader, no_dist=True)
@@ -216,17 +215,17 @@ def put_state(step: TrainStep, saved: dict[str, Tensor]) -> None:
     Args:
         saved: by name, as they were saved; this rank's part of them, or all.
     """
-    names, trained = _names(step), step.iteration.trained
+    trained = _trained(step)
     state: dict[int, dict[str, Any]] = {}
-    places = {name: index for index, name in enumerate(names)}
+    places = {name: index for index, name in enumerate(trained)}
     for key, value in saved.items():
         if key.startswith(f"{_OPTIMIZER}/"):
             name, _, kind = key.removeprefix(f"{_OPTIMIZER}/").rpartition("/")
-            state.setdefault(places[name], {})[kind] = spread(value, trained[places[name]])
+            state.setdefault(places[name], {})[kind] = spread(value, trained[name])
     groups = step.optimizer.state_dict()["param_groups"]
     step.optimizer.load_state_dict({"state": state, "param_groups": groups})
     with torch.no_grad():
-        for name, average in zip(names, step.iteration.ema, strict=False):
+        for name, average in zip(trained, step.iteration.ema, strict=False):
             local(average).copy_(local(spread(saved[f"{_EMA}/{name}"], average)))
 
 
@@ -299,7 +298,7 @@ def _save_parts(partial: Path, model: nn.Module, step: TrainStep, ranks: Any) ->
     if step.has_ema:
         with step.ema_weights():
             found.averages = whole_weights(model, ranks.first)
-    for files in ranks.all(save_shards(partial / SHARDS, step, ranks.host, checksum)):
+    for files in ranks.all(save_shards(partial / SHARDS, step, ranks.host)):
         found.files |= {f"{SHARDS}/{name}": listed for name, listed in files.items()}
     return found
 

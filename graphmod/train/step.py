@@ -28,7 +28,7 @@ from graphmod.train.parallel import (
     shards,
     total_norm,
 )
-from graphmod.train.settings import Scope, TrainGraphConfig, train_settings
+from graphmod.train.settings import NonFinite, Scope, TrainGraphConfig, train_settings
 from graphmod.words import warn_once
 from graphmod.wrap.layers import edge_modules, find_layers, match_layers, ungraph, wrap
 from graphmod.wrap.module import CUDAGraphModule
@@ -137,7 +137,6 @@ class Staging:
 # Nothing here asks the device for a value: the position in the schedule, the loss scale, whether the step was finite
 # and what follows from that are tensors on the device, so that a graph can hold all of it.
 
-NONFINITE = ("stop", "skip", "ignore")
 # Those of torch.amp.GradScaler.
 _FIRST_SCALE, _GROWTH, _BACKOFF, _GROWTH_INTERVAL = 65536.0, 2.0, 0.5, 2000
 _NEVER = -1
@@ -518,8 +517,7 @@ class TrainStep:
         config: CUDAGraphConfig | None = None,
         process_group: distributed.ProcessGroup | None = None,
     ) -> None:
-        if nonfinite not in NONFINITE:
-            raise ValueError(f"nonfinite={nonfinite!r} is not known; choose one of: {', '.join(NONFINITE)}")
+        nonfinite = choice(NonFinite, nonfinite, "nonfinite").value
         if (nonfinite != "ignore" or scale_loss) and not getattr(optimizer, "_step_supports_amp_scaling", False):
             raise ValueError(
                 f"nonfinite={nonfinite!r} and scale_loss need an optimizer that can skip an update without asking "
