@@ -1,92 +1,86 @@
-"""The CUDA driver's C interface to graphs (CUDA Driver API, "Graph Management"), as far as captured graphs are edited:
-PyTorch has no way to.
+"""The CUDA driver's functions (CUDA Driver API), for what PyTorch has no way to do: memory that is mapped at addresses
+of its own, and captured graphs that are edited. By NVIDIA's bindings, which PyTorch for CUDA brings with it; they are
+imported by the first call.
 """
 
-import ctypes
-import functools
-from ctypes import Structure, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any
 
-_KERNEL = 0  # CUgraphNodeType
+import torch
+
+_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
+_KERNEL = 0  # CU_GRAPH_NODE_TYPE_KERNEL
 
 
-class _Kernel(Structure):  # CUDA_KERNEL_NODE_PARAMS_v2
-    _fields_ = [
-        ("function", c_void_p),
-        ("dimensions", c_uint * 7),
-        ("parameters", c_void_p),
-        ("extra", c_void_p),
-        ("kernel", c_void_p),
-        ("context", c_void_p),
+def bindings() -> Any:
+    """The module with the driver's functions, structures and enumerations."""
+    from cuda.bindings import driver
+
+    return driver
+
+
+def call(name: str, *arguments: Any) -> Any:
+    """What a function gives besides its status: None, a value, or a list of several.
+
+    Raises:
+        ImportError: there are no bindings.
+        torch.OutOfMemoryError: there is not enough memory.
+        RuntimeError: anything else; the message has the driver's words. Also where there is no driver, or it has no
+            such function.
+    """
+    driver = bindings()
+    # The bindings of CUDA 13 leave the number of a version out of names.
+    function = getattr(driver, name, None) or getattr(driver, name.rpartition("_v")[0])
+    status, *found = function(*arguments)
+    if status:
+        failed, words = driver.cuGetErrorString(status)
+        said = "unknown error" if failed or not words else words.decode(errors="replace")
+        kind = torch.OutOfMemoryError if status == _OUT_OF_MEMORY else RuntimeError
+        raise kind(f"{name}: {said} (CUDA error {int(status)})")
+    return found if len(found) > 1 else found[0] if found else None
+
+
+# -- graphs, whose nodes are told by their addresses -------------------------------------------------------------------
+
+
+def nodes(query: str, of: int) -> list[int]:
+    """Nodes of a graph: all, or its roots."""
+    *_, count = call(query, of)
+    return [int(node) for node in call(query, of, count)[0]] if count else []
+
+
+def neighbours(query: str, of: int) -> list[tuple[int, bool]]:
+    """The neighbours of a node, each with whether the edge to it is no ordinary one."""
+    *_, count = call(query, of)
+    if not count:
+        return []
+    found, edges, _ = call(query, of, count)
+    return [
+        (int(node), bool(edge.from_port or edge.to_port or int(edge.type)))
+        for node, edge in zip(found, edges, strict=True)
     ]
 
 
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+def node_type(node: int) -> int:
+    return int(call("cuGraphNodeGetType", node))
 
 
-def call(name: str, *arguments: Any) -> None:
-    """Raises: RuntimeError with the driver's error code, AttributeError where the driver has no such function."""
-    status = getattr(_driver(), name)(*arguments)
-    if status:
-        raise RuntimeError(f"{name} returned CUDA error {status}")
-
-
-def nodes(query: str, of: c_void_p) -> list[c_void_p]:
-    """The nodes of a graph, or the neighbours of a node."""
-    count = c_size_t()
-    call(query, of, None, byref(count))
-    if not count.value:
-        return []
-    found = (c_void_p * count.value)()
-    call(query, of, found, byref(count))
-    return [c_void_p(node) for node in found]
-
-
-def neighbours(query: str, of: c_void_p) -> list[tuple[c_void_p, int]]:
-    """The neighbours of a node, each with the data of the edge to it, 0 for an ordinary one."""
-    count = c_size_t()
-    call(query, of, None, None, byref(count))
-    if not count.value:
-        return []
-    found, data = (c_void_p * count.value)(), (c_uint64 * count.value)()
-    call(query, of, found, data, byref(count))
-    return [(c_void_p(node), kind) for node, kind in zip(found, data, strict=True)]
-
-
-def node_type(node: c_void_p) -> int:
-    kind = c_int()
-    call("cuGraphNodeGetType", node, byref(kind))
-    return kind.value
-
-
-def kernel_name(node: c_void_p) -> str:
+def kernel_name(node: int) -> str:
     """The name of a kernel node's function, mangled; empty for nodes of other types."""
     if node_type(node) != _KERNEL:
         return ""
-    found, name = _Kernel(), c_char_p()
-    call("cuGraphKernelNodeGetParams_v2", node, byref(found))
-    if found.function:
-        call("cuFuncGetName", byref(name), c_void_p(found.function))
-    else:
-        call("cuKernelGetName", byref(name), c_void_p(found.kernel))
-    return (name.value or b"").decode()
+    found = call("cuGraphKernelNodeGetParams", node)
+    name = call("cuFuncGetName", found.func) if int(found.func) else call("cuKernelGetName", found.kern)
+    return (name or b"").decode()
+
+
+def edit(verb: str, graph: int, edges: list[tuple[int, int]]) -> None:
+    """Adds ordinary edges to a graph, or removes them."""
+    sources, targets = ([bindings().CUgraphNode(node) for node in some] for some in zip(*edges, strict=True))
+    call(verb, graph, sources, targets, None, len(edges))
 
 
 def last_captured(stream: int) -> int:
     """The node that whatever is captured next on a stream will follow, one of them where branches meet; 0 if there is
     none."""
-    status, count, following, data = c_int(), c_size_t(), c_void_p(), c_void_p()
-    identity, graph = c_uint64(), c_void_p()
-    call(
-        "cuStreamGetCaptureInfo_v3",
-        c_void_p(stream),
-        byref(status),
-        byref(identity),
-        byref(graph),
-        byref(following),
-        byref(data),
-        byref(count),
-    )
-    return (c_void_p.from_address(following.value).value or 0) if count.value and following.value else 0
+    *_, following, _, _ = call("cuStreamGetCaptureInfo_v3", stream)
+    return int(following[0]) if following else 0

@@ -16,7 +16,6 @@ import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from ctypes import c_size_t, c_void_p
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from graphmod.backend.lifetime import Graphs, capturing, launcher
-from graphmod.cuda_driver import call, kernel_name, last_captured, neighbours
+from graphmod.cuda_driver import edit, kernel_name, last_captured, neighbours
 from graphmod.torch_private import (
     TensorBase,
     TorchDispatchMode,
@@ -370,44 +369,38 @@ def spread(graph: int, operations: Iterable[tuple[int, int]]) -> int:
     parted = 0
     for before, last in operations:
         for launches in _runs(before, last):
-            parted += _part(c_void_p(graph), launches)
+            parted += _part(graph, launches)
     return parted
 
 
-def _runs(before: int, last: int) -> list[list[c_void_p]]:
+def _runs(before: int, last: int) -> list[list[int]]:
     """The launches of one kernel that follow each other between two nodes of a chain."""
-    chain = [c_void_p(last)]
-    while chain[-1].value != before:
+    chain = [last]
+    while chain[-1] != before:
         ahead = [node for node, _ in neighbours(_AHEAD, chain[-1])]
-        if before in [node.value for node in ahead] or not (before or ahead):
+        if before in ahead or not (before or ahead):
             break  # the operation before this one may have been parted, and end in two launches
         if len(ahead) != 1:
             return []
         chain.append(ahead[0])
-    if chain[-1].value == before:
+    if chain[-1] == before:
         return []  # it launched nothing
     runs = [(name, list(same)) for name, same in itertools.groupby(reversed(chain), kernel_name)]
     return [launches for name, launches in runs if len(launches) >= _LEAST and _SPLITS_ITS_TENSORS in name]
 
 
-def _part(graph: c_void_p, launches: list[c_void_p]) -> bool:
+def _part(graph: int, launches: list[int]) -> bool:
     """Lets every second launch follow the last but one; returns whether it did."""
     ahead, behind = neighbours(_AHEAD, launches[0]), neighbours(_BEHIND, launches[-1])
     inner = [neighbours(_BEHIND, node) for node in (*(node for node, _ in ahead), *launches[:-1])]
-    if any(len(found) != 1 for found in inner) or any(kind for found in (ahead, behind, *inner) for _, kind in found):
+    if any(len(found) != 1 for found in inner) or any(odd for found in (ahead, behind, *inner) for _, odd in found):
         return False
     new = [(node, launches[1]) for node, _ in ahead] + list(zip(launches, launches[2:], strict=False))
     new += [(launches[-2], node) for node, _ in behind]
     # New edges first: with them alone nothing has changed.
-    _edit("cuGraphAddDependencies_v2", graph, new)
-    _edit("cuGraphRemoveDependencies_v2", graph, list(itertools.pairwise(launches)))
+    edit("cuGraphAddDependencies_v2", graph, new)
+    edit("cuGraphRemoveDependencies_v2", graph, list(itertools.pairwise(launches)))
     return True
-
-
-def _edit(verb: str, graph: c_void_p, edges: list[tuple[c_void_p, c_void_p]]) -> None:
-    kind = c_void_p * len(edges)
-    sources, targets = kind(*(source for source, _ in edges)), kind(*(target for _, target in edges))
-    call(verb, graph, sources, targets, None, c_size_t(len(edges)))
 
 
 # -- capture streams, and what belongs to a stream ---------------------------------------------------------------------

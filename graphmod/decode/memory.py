@@ -1,14 +1,13 @@
 """Memory of the KV cache: tensors whose memory can be given back while they keep their addresses, so that graphs that
 read them stay good; and memory of the host that a GPU reaches.
 
-Owns that memory, on GPUs by the driver's calls for virtual memory (by ctypes; structures, symbols and values are those
-of CUDA 11.2 and later) and on the CPU, where the system can take pages back.
+Owns that memory, on GPUs by the driver's virtual memory (CUDA Driver API, "Virtual Memory Management") and on the CPU,
+where the system can take pages back.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import logging
 import math
@@ -17,7 +16,6 @@ import os
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_ulonglong, c_ushort, c_void_p
 from functools import partial
 from itertools import accumulate
 from typing import Any, NoReturn
@@ -25,6 +23,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from graphmod.cuda_driver import bindings, call
 from graphmod.decode.types import DecodeError
 from graphmod.errors import ConfigError
 from graphmod.wrap.extension import between_captures, do_what_waits
@@ -32,128 +31,24 @@ from graphmod.wrap.extension import between_captures, do_what_waits
 log = logging.getLogger("graphmod")
 
 
-# -- the driver's calls for virtual memory -----------------------------------------------------------------------------
+# -- the driver's virtual memory ---------------------------------------------------------------------------------------
 
-_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
-_VIRTUAL_MEMORY_SUPPORTED = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
-_PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
-_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
-_READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-_RECOMMENDED = 1  # CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
 _WORD = 4  # bytes that memory is zeroed by
 
 
-class Location(ctypes.Structure):
-    """CUmemLocation."""
-
-    _fields_ = (("type", c_int), ("id", c_int))
-
-
-class _AllocationFlags(ctypes.Structure):
-    _fields_ = (
-        ("compressionType", c_ubyte),
-        ("gpuDirectRDMACapable", c_ubyte),
-        ("usage", c_ushort),
-        ("reserved", c_ubyte * 4),
-    )
-
-
-class AllocationProperties(ctypes.Structure):
-    """CUmemAllocationProp."""
-
-    _fields_ = (
-        ("type", c_int),
-        ("requestedHandleTypes", c_int),
-        ("location", Location),
-        ("win32HandleMetaData", c_void_p),
-        ("allocFlags", _AllocationFlags),
-    )
-
-
-class Access(ctypes.Structure):
-    """CUmemAccessDesc."""
-
-    _fields_ = (("location", Location), ("flags", c_int))
-
-
-_ADDRESS, _HANDLE = c_ulonglong, c_ulonglong
-PROTOTYPES = {
-    "cuInit": (c_uint,),
-    "cuGetErrorString": (c_int, POINTER(c_char_p)),
-    "cuDeviceGet": (POINTER(c_int), c_int),
-    "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
-    "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
-    "cuDevicePrimaryCtxRelease_v2": (c_int,),
-    "cuCtxPushCurrent_v2": (c_void_p,),
-    "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
-    "cuCtxSynchronize": (),
-    "cuMemGetAllocationGranularity": (POINTER(c_size_t), POINTER(AllocationProperties), c_int),
-    "cuMemAddressReserve": (POINTER(_ADDRESS), c_size_t, c_size_t, _ADDRESS, c_ulonglong),
-    "cuMemAddressFree": (_ADDRESS, c_size_t),
-    "cuMemCreate": (POINTER(_HANDLE), c_size_t, POINTER(AllocationProperties), c_ulonglong),
-    "cuMemRelease": (_HANDLE,),
-    "cuMemMap": (_ADDRESS, c_size_t, c_size_t, _HANDLE, c_ulonglong),
-    "cuMemUnmap": (_ADDRESS, c_size_t),
-    "cuMemSetAccess": (_ADDRESS, c_size_t, POINTER(Access), c_size_t),
-    "cuMemsetD32_v2": (_ADDRESS, c_uint, c_size_t),
-}
-"""Name -> types of the arguments. All return a CUresult, 0 for success."""
-
-
-class Driver:
-    """The library, whose calls raise where they fail.
-
-    Args:
-        library: what has functions of the names in `PROTOTYPES`.
+def _driver(name: str, *arguments: Any) -> Any:
+    """See `cuda_driver.call`.
 
     Raises:
-        DecodeError: it lacks one of them.
+        torch.OutOfMemoryError: there is not enough memory.
+        DecodeError: anything else.
     """
-
-    def __init__(self, library: Any) -> None:
-        self._functions = {}
-        for name, arguments in PROTOTYPES.items():
-            try:
-                function = getattr(library, name)
-            except AttributeError:
-                raise DecodeError(f"this CUDA driver has no {name}") from None
-            function.argtypes, function.restype = arguments, c_int
-            self._functions[name] = function
-
-    def __call__(self, name: str, *arguments: Any) -> None:
-        """Calls a function.
-
-        Raises:
-            torch.OutOfMemoryError: there is not enough memory.
-            DecodeError: anything else; the message has the driver's words.
-        """
-        status = self._functions[name](*arguments)
-        if status:
-            words = f"{name}: {self._words(status)} (CUDA error {status})"
-            raise (torch.OutOfMemoryError if status == _OUT_OF_MEMORY else DecodeError)(words)
-
-    def _words(self, status: int) -> str:
-        found = c_char_p()
-        if self._functions["cuGetErrorString"](status, byref(found)) or not found.value:
-            return "unknown error"
-        return found.value.decode(errors="replace")
-
-
-def load() -> Driver:
-    """The driver of this machine.
-
-    Raises:
-        DecodeError: there is none that can be used.
-    """
-    if torch.version.hip is not None:
-        raise DecodeError("AMD GPUs have other calls for it")
     try:
-        library = ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise DecodeError(f"the CUDA driver cannot be loaded here ({error})") from None
-    driver = Driver(library)
-    driver("cuInit", 0)
-    return driver
+        return call(name, *arguments)
+    except torch.OutOfMemoryError:
+        raise
+    except (ImportError, RuntimeError) as error:
+        raise DecodeError(str(error)) from error
 
 
 class Addresses:
@@ -174,38 +69,39 @@ class Addresses:
         DecodeError: this GPU or driver cannot do it.
     """
 
-    def __init__(self, driver: Driver, device: int, nbytes: int) -> None:
-        self._driver, self.mapped = driver, False
-        number = c_int()
-        driver("cuDeviceGet", byref(number), device)
-        self._device = number.value
-        able = c_int()
-        driver("cuDeviceGetAttribute", byref(able), _VIRTUAL_MEMORY_SUPPORTED, self._device)
-        if not able.value:
+    def __init__(self, device: int, nbytes: int) -> None:
+        if torch.version.hip is not None:
+            raise DecodeError("AMD GPUs have other calls for it")
+        self.mapped = False
+        _driver("cuInit", 0)
+        kinds, self._device = bindings(), _driver("cuDeviceGet", device)
+        able = kinds.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+        if not _driver("cuDeviceGetAttribute", able, self._device):
             raise DecodeError("this GPU cannot map memory at addresses that stay")
-        self._properties = AllocationProperties(type=_PINNED, location=Location(_DEVICE, self._device))
-        self._context = c_void_p()
-        driver("cuDevicePrimaryCtxRetain", byref(self._context), self._device)
+        self._properties, self._access = kinds.CUmemAllocationProp(), kinds.CUmemAccessDesc()
+        self._properties.type = kinds.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        for location in (self._properties.location, self._access.location):
+            location.type, location.id = kinds.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, device
+        self._access.flags = kinds.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        whole = kinds.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        self._context = _driver("cuDevicePrimaryCtxRetain", self._device)
         with contextlib.ExitStack() as undo:
-            undo.callback(self._driver, "cuDevicePrimaryCtxRelease_v2", self._device)
+            undo.callback(_driver, "cuDevicePrimaryCtxRelease", self._device)
             with self._current():
-                page = c_size_t()
-                driver("cuMemGetAllocationGranularity", byref(page), byref(self._properties), _RECOMMENDED)
-                self.nbytes = -(-max(nbytes, 1) // page.value) * page.value
-                start = c_ulonglong()
-                driver("cuMemAddressReserve", byref(start), self.nbytes, 0, 0, 0)
-                self.start = start.value
-                undo.callback(driver, "cuMemAddressFree", self.start, self.nbytes)
+                page = _driver("cuMemGetAllocationGranularity", self._properties, whole)
+                self.nbytes = -(-max(nbytes, 1) // page) * page
+                self.start = int(_driver("cuMemAddressReserve", self.nbytes, 0, 0, 0))
+                undo.callback(_driver, "cuMemAddressFree", self.start, self.nbytes)
             undo.pop_all()
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:
         """The context of PyTorch is that of this thread, which may have had none yet."""
-        self._driver("cuCtxPushCurrent_v2", self._context)
+        _driver("cuCtxPushCurrent", self._context)
         try:
             yield
         finally:
-            self._driver("cuCtxPopCurrent_v2", byref(c_void_p()))
+            _driver("cuCtxPopCurrent")
 
     def map(self) -> None:
         """Takes memory, all zeros.
@@ -216,17 +112,15 @@ class Addresses:
         """
         if self.mapped:
             return
-        driver, handle = self._driver, c_ulonglong()
         with self._current(), contextlib.ExitStack() as undo:
-            driver("cuMemCreate", byref(handle), self.nbytes, byref(self._properties), 0)
+            handle = _driver("cuMemCreate", self.nbytes, self._properties, 0)
             with contextlib.ExitStack() as held:
-                held.callback(driver, "cuMemRelease", handle.value)
-                driver("cuMemMap", self.start, self.nbytes, 0, handle.value, 0)
-                undo.callback(driver, "cuMemUnmap", self.start, self.nbytes)
-            access = Access(Location(_DEVICE, self._device), _READ_WRITE)
-            driver("cuMemSetAccess", self.start, self.nbytes, byref(access), 1)
-            driver("cuMemsetD32_v2", self.start, 0, self.nbytes // _WORD)  # new memory holds anything
-            driver("cuCtxSynchronize")  # streams of PyTorch do not wait for it by themselves
+                held.callback(_driver, "cuMemRelease", handle)
+                _driver("cuMemMap", self.start, self.nbytes, 0, handle, 0)
+                undo.callback(_driver, "cuMemUnmap", self.start, self.nbytes)
+            _driver("cuMemSetAccess", self.start, self.nbytes, [self._access], 1)
+            _driver("cuMemsetD32", self.start, 0, self.nbytes // _WORD)  # new memory holds anything
+            _driver("cuCtxSynchronize")  # streams of PyTorch do not wait for it by themselves
             undo.pop_all()
             self.mapped = True
 
@@ -239,8 +133,8 @@ class Addresses:
         if not self.mapped:
             return
         with self._current():
-            self._driver("cuCtxSynchronize")
-            self._driver("cuMemUnmap", self.start, self.nbytes)
+            _driver("cuCtxSynchronize")
+            _driver("cuMemUnmap", self.start, self.nbytes)
             self.mapped = False
 
     def free(self) -> None:
@@ -250,9 +144,9 @@ class Addresses:
             DecodeError: the driver refuses.
         """
         with contextlib.ExitStack() as last:
-            last.callback(self._driver, "cuDevicePrimaryCtxRelease_v2", self._device)
+            last.callback(_driver, "cuDevicePrimaryCtxRelease", self._device)
             self.unmap()
-            self._driver("cuMemAddressFree", self.start, self.nbytes)
+            _driver("cuMemAddressFree", self.start, self.nbytes)
 
 
 # -- tensors over memory that comes and goes ---------------------------------------------------------------------------
@@ -428,7 +322,7 @@ def _space(device: torch.device, nbytes: int) -> Space:
     """
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
-        return Addresses(load(), index, nbytes)
+        return Addresses(index, nbytes)
     if device.type == "cpu" and sys.platform == "linux":
         return HostSpace(nbytes)
     raise DecodeError(f"graphmod has no such memory for the device {device.type} on {sys.platform}")

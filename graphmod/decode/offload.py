@@ -8,7 +8,6 @@ import contextlib
 import importlib.util
 import itertools
 from collections.abc import Callable
-from ctypes import Structure, byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, library
 
 from graphmod.attention import Rule
-from graphmod.cuda_driver import call, node_type, nodes
+from graphmod.cuda_driver import bindings, call, node_type, nodes
 from graphmod.decode.types import DecodeError
 from graphmod.wrap.extension import is_capturing, prepare_launches, stream_for
 
@@ -169,28 +168,7 @@ class Branch:
         return self._stream if self._stream is not None and is_capturing() else None
 
 
-_MEMCPY = 1  # CUgraphNodeType
-_HOST, _DEVICE = 1, 2  # CUmemorytype
-
-
-def _side(name: str) -> list[tuple[str, Any]]:
-    return [
-        (f"{name}_x", c_size_t),
-        (f"{name}_y", c_size_t),
-        (f"{name}_z", c_size_t),
-        (f"{name}_lod", c_size_t),
-        (f"{name}_type", c_int),
-        (f"{name}_host", c_void_p),
-        (f"{name}_device", c_void_p),
-        (f"{name}_array", c_void_p),
-        (f"{name}_reserved", c_void_p),
-        (f"{name}_pitch", c_size_t),
-        (f"{name}_rows", c_size_t),
-    ]
-
-
-class _Memcpy(Structure):  # CUDA_MEMCPY3D
-    _fields_ = [*_side("src"), *_side("dst"), ("width", c_size_t), ("height", c_size_t), ("depth", c_size_t)]
+_MEMCPY = 1  # CU_GRAPH_NODE_TYPE_MEMCPY
 
 
 class _Copy(NamedTuple):
@@ -231,12 +209,12 @@ class CopyNodes:
         if not is_capturing():
             return
         prepare_launches(self._prepare)
-        stream = c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
+        stream = torch.cuda.current_stream(self.device).cuda_stream
         for source, target in pairs:
             for number in range(self.count):
                 mark = source.data_ptr() + number
                 self.wanted.setdefault(mark, None)
-                call("cuMemcpyHtoDAsync_v2", c_uint64(target.data_ptr() + number), c_void_p(mark), c_size_t(1), stream)
+                call("cuMemcpyHtoDAsync", target.data_ptr() + number, mark, 1, stream)
 
     def set(self, source: Tensor, target: Tensor, spans: list[tuple[int, int]]) -> None:
         """Says what the nodes of a pair copy.
@@ -259,15 +237,15 @@ class CopyNodes:
 
     def _prepare(self, graph: torch.cuda.CUDAGraph) -> _Adjustment | None:
         """What tells a graph, before each launch, what to copy; None for one without such nodes."""
-        marks: dict[Any, int] = {}
-        for node in nodes("cuGraphGetNodes", c_void_p(graph.raw_cuda_graph())):
+        marks: dict[int, int] = {}
+        for node in nodes("cuGraphGetNodes", graph.raw_cuda_graph()):
             if node_type(node) == _MEMCPY:
-                found = _Memcpy()
                 with contextlib.suppress(RuntimeError):  # of a node of others
-                    call("cuGraphMemcpyNodeGetParams", node, byref(found))
-                    one_byte = found.src_type == _HOST and found.width == found.height == found.depth == 1
-                    if one_byte and found.src_host in self.wanted:
-                        marks[node.value] = found.src_host
+                    found = call("cuGraphMemcpyNodeGetParams", node)
+                    from_host = found.srcMemoryType == bindings().CUmemorytype.CU_MEMORYTYPE_HOST
+                    one_byte = found.WidthInBytes == found.Height == found.Depth == 1
+                    if from_host and one_byte and found.srcHost in self.wanted:
+                        marks[node] = found.srcHost
         return _Adjustment(graph, self, marks) if marks else None
 
 
@@ -285,18 +263,20 @@ class _Adjustment:
                 self._adjust()
 
     def _adjust(self) -> None:
-        graph, context, version = c_void_p(self._graph.raw_cuda_graph_exec()), c_void_p(), self._copies.version
-        call("cuCtxGetCurrent", byref(context))
+        graph, version = self._graph.raw_cuda_graph_exec(), self._copies.version
+        kinds, context = bindings(), call("cuCtxGetCurrent")
         for node, mark in self._marks.items():
             copy = self._copies.wanted[mark]
             if node in self._done and self._done[node] == copy:
                 continue
             self._done.pop(node, None)
             if copy is not None:
-                given = _Memcpy(src_type=_HOST, src_host=copy.source, dst_type=_DEVICE, dst_device=copy.target)
-                given.width, given.height, given.depth = copy.nbytes, 1, 1
-                call("cuGraphExecMemcpyNodeSetParams", graph, c_void_p(node), byref(given), context)
-            call("cuGraphNodeSetEnabled", graph, c_void_p(node), c_uint(copy is not None))
+                given = kinds.CUDA_MEMCPY3D()
+                given.srcMemoryType, given.srcHost = kinds.CUmemorytype.CU_MEMORYTYPE_HOST, copy.source
+                given.dstMemoryType, given.dstDevice = kinds.CUmemorytype.CU_MEMORYTYPE_DEVICE, copy.target
+                given.WidthInBytes, given.Height, given.Depth = copy.nbytes, 1, 1
+                call("cuGraphExecMemcpyNodeSetParams", graph, node, given, context)
+            call("cuGraphNodeSetEnabled", graph, node, copy is not None)
             self._done[node] = copy
         self._version = version
 

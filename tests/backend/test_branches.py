@@ -1,7 +1,6 @@
 """The launches of one multi-tensor operation run side by side where they do not depend on each other."""
 
 import itertools
-from ctypes import c_void_p
 
 import pytest
 import torch
@@ -61,18 +60,18 @@ class Graph:
     def __init__(self, monkeypatch, names):
         self.names, self.edges = dict(enumerate(names, 1)), set(itertools.pairwise(range(1, len(names) + 1)))
         self.kinds = {}
-        monkeypatch.setattr(cuda, "kernel_name", lambda node: self.names[node.value])
+        monkeypatch.setattr(cuda, "kernel_name", lambda node: self.names[node])
         monkeypatch.setattr(cuda, "neighbours", self.neighbours)
-        monkeypatch.setattr(cuda, "_edit", self.edit)
+        monkeypatch.setattr(cuda, "edit", self.edit)
 
     def neighbours(self, query, node):
         ahead = query == cuda._AHEAD
-        found = [(a if ahead else b, self.kinds.get((a, b), 0)) for a, b in sorted(self.edges) if node.value in (a, b)]
-        found = [(other, kind) for other, kind in found if other != node.value]
-        return [(c_void_p(other), kind) for other, kind in found]
+        found = [(a if ahead else b, self.kinds.get((a, b), 0)) for a, b in sorted(self.edges) if node in (a, b)]
+        found = [(other, kind) for other, kind in found if other != node]
+        return found
 
     def edit(self, verb, _, edges):
-        changed = {(a.value, b.value) for a, b in edges}
+        changed = {*edges}
         if "Add" in verb:
             assert not changed & self.edges, "the driver refuses edges that are there"
             self.edges |= changed
@@ -151,7 +150,7 @@ def parted(module):
     for part in (
         part for entry in module._context.entries for graph in entry.graphs for part in graph.graph._held.graphs
     ):
-        raw = c_void_p(part.raw_cuda_graph())
+        raw = part.raw_cuda_graph()
         following = [nodes("cuGraphGetRootNodes", raw)]
         for node in nodes("cuGraphGetNodes", raw):
             following.append([one for one, _ in neighbours("cuGraphNodeGetDependentNodes_v2", node)])
@@ -210,7 +209,7 @@ def test_an_operation_may_be_all_of_a_graph():
     ((graph,),) = [
         [part for graph in entry.graphs for part in graph.graph._held.graphs] for entry in module._context.entries
     ]
-    assert len(nodes("cuGraphGetRootNodes", c_void_p(graph.raw_cuda_graph()))) == 2
+    assert len(nodes("cuGraphGetRootNodes", graph.raw_cuda_graph())) == 2
 
 
 @pytest.mark.gpu

@@ -1,26 +1,27 @@
 """The calls of the CUDA driver: what is asked of it, in which order, and what is left when one of them fails."""
 
 import ctypes
+import sys
 
 import pytest
 import torch
 
 from graphmod.decode import DecodeError
-from graphmod.decode import memory as module
-from graphmod.decode.memory import PROTOTYPES, Access, Addresses, AllocationProperties, Driver, load
-from tests.support.fake_driver import INVALID_VALUE, NOT_SUPPORTED, OUT_OF_MEMORY, PAGE, FakeDriver
+from graphmod.decode.memory import Addresses
+from tests.support.fake_driver import INVALID_VALUE, OUT_OF_MEMORY, PAGE, FakeDriver, stand_in
 
-MAKING = ["cuDeviceGet", "cuDeviceGetAttribute", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2"]
-MAKING += ["cuMemGetAllocationGranularity", "cuMemAddressReserve", "cuCtxPopCurrent_v2"]
-MAPPING = ["cuCtxPushCurrent_v2", "cuMemCreate", "cuMemMap", "cuMemRelease", "cuMemSetAccess", "cuMemsetD32_v2"]
-MAPPING += ["cuCtxSynchronize", "cuCtxPopCurrent_v2"]
-UNMAPPING = ["cuCtxPushCurrent_v2", "cuCtxSynchronize", "cuMemUnmap", "cuCtxPopCurrent_v2"]
-FREEING = ["cuMemAddressFree", "cuDevicePrimaryCtxRelease_v2"]
+MAKING = ["cuInit", "cuDeviceGet", "cuDeviceGetAttribute", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent"]
+MAKING += ["cuMemGetAllocationGranularity", "cuMemAddressReserve", "cuCtxPopCurrent"]
+MAPPING = ["cuCtxPushCurrent", "cuMemCreate", "cuMemMap", "cuMemRelease", "cuMemSetAccess", "cuMemsetD32"]
+MAPPING += ["cuCtxSynchronize", "cuCtxPopCurrent"]
+UNMAPPING = ["cuCtxPushCurrent", "cuCtxSynchronize", "cuMemUnmap", "cuCtxPopCurrent"]
+FREEING = ["cuMemAddressFree", "cuDevicePrimaryCtxRelease"]
 
 
 @pytest.fixture
-def fake():
+def fake(monkeypatch):
     found = FakeDriver()
+    stand_in(found, monkeypatch)
     yield found
     assert found.wrong == []
 
@@ -31,23 +32,8 @@ def new_calls(fake, act):
     return fake.calls[before:]
 
 
-def test_structures_lie_in_memory_as_in_cuda_h():
-    properties, access = AllocationProperties, Access
-    assert ctypes.sizeof(properties) == 32 and ctypes.sizeof(access) == 12
-    names = ("type", "requestedHandleTypes", "location", "win32HandleMetaData", "allocFlags")
-    assert [getattr(properties, name).offset for name in names] == [0, 4, 8, 16, 24]
-    flags = dict(properties._fields_)["allocFlags"]
-    assert [(getattr(flags, name).offset, getattr(flags, name).size) for name, _ in flags._fields_] == [
-        (0, 1),
-        (1, 1),
-        (2, 2),
-        (4, 4),
-    ]
-    assert access.flags.offset == 8
-
-
 def test_a_life_is_these_calls_in_this_order(fake):
-    addresses = Addresses(Driver(fake), 0, 3 * PAGE - 5)
+    addresses = Addresses(0, 3 * PAGE - 5)
     assert fake.calls == MAKING and addresses.nbytes == 3 * PAGE and not addresses.mapped
     assert new_calls(fake, addresses.map) == MAPPING
     assert addresses.mapped and fake.used == 3 * PAGE and not fake.handles, "the mapping alone keeps the memory"
@@ -62,7 +48,7 @@ def test_a_life_is_these_calls_in_this_order(fake):
 
 
 def test_memory_is_zeros_whatever_it_held_before(fake):
-    addresses = Addresses(Driver(fake), 0, PAGE)
+    addresses = Addresses(0, PAGE)
     for _ in range(3):
         addresses.map()
         assert ctypes.string_at(addresses.start, PAGE) == bytes(PAGE)
@@ -75,8 +61,8 @@ def test_memory_is_zeros_whatever_it_held_before(fake):
 def test_a_range_that_cannot_be_made_leaves_nothing(name, fake):
     fake.fails[name] = INVALID_VALUE
     with pytest.raises(DecodeError, match=f"{name}: invalid argument"):
-        Addresses(Driver(fake), 0, PAGE)
-    if name != "cuCtxPopCurrent_v2":  # then the context stays with the thread, which is the driver's doing
+        Addresses(0, PAGE)
+    if name != "cuCtxPopCurrent":  # then the context stays with the thread, which is the driver's doing
         assert fake.nothing_left()
     assert not fake.ranges and not fake.retained
 
@@ -84,7 +70,7 @@ def test_a_range_that_cannot_be_made_leaves_nothing(name, fake):
 @pytest.mark.parametrize("status", [INVALID_VALUE, OUT_OF_MEMORY])
 @pytest.mark.parametrize("name", MAPPING[:-1])
 def test_memory_that_cannot_be_mapped_leaves_only_the_addresses(name, status, fake):
-    addresses = Addresses(Driver(fake), 0, PAGE)
+    addresses = Addresses(0, PAGE)
     free = fake.free
     fake.fails[name] = status
     kind = torch.OutOfMemoryError if status == OUT_OF_MEMORY else DecodeError
@@ -102,7 +88,7 @@ def test_memory_that_cannot_be_mapped_leaves_only_the_addresses(name, status, fa
 
 @pytest.mark.parametrize("name", UNMAPPING[:-1])
 def test_memory_that_cannot_be_unmapped_stays(name, fake):
-    addresses = Addresses(Driver(fake), 0, PAGE)
+    addresses = Addresses(0, PAGE)
     addresses.map()
     fake.fails[name] = INVALID_VALUE
     with pytest.raises(DecodeError, match=name):
@@ -115,7 +101,7 @@ def test_memory_that_cannot_be_unmapped_stays(name, fake):
 
 
 def test_too_little_memory_is_an_out_of_memory_error(fake):
-    addresses = Addresses(Driver(fake), 0, 3 * PAGE)
+    addresses = Addresses(0, 3 * PAGE)
     fake.free = 2 * PAGE
     with pytest.raises(torch.OutOfMemoryError, match=r"cuMemCreate: out of memory \(CUDA error 2\)"):
         addresses.map()
@@ -130,48 +116,33 @@ def test_too_little_memory_is_an_out_of_memory_error(fake):
 def test_a_status_without_words_is_told_by_its_number(fake):
     fake.fails["cuDeviceGet"] = 4711
     with pytest.raises(DecodeError, match=r"cuDeviceGet: unknown error \(CUDA error 4711\)"):
-        Addresses(Driver(fake), 0, PAGE)
+        Addresses(0, PAGE)
 
 
 def test_a_gpu_without_virtual_memory_is_told_so_and_nothing_is_taken(fake):
     fake.able = False
     with pytest.raises(DecodeError, match="cannot map memory"):
-        Addresses(Driver(fake), 0, PAGE)
+        Addresses(0, PAGE)
     assert fake.nothing_left()
 
 
-@pytest.mark.parametrize("name", ["cuMemCreate", "cuCtxPushCurrent_v2"])
-def test_a_driver_that_lacks_a_call_is_told_so(name):
-    class Old:
-        def __getattr__(self, asked):
-            if asked == name or asked not in PROTOTYPES:
-                raise AttributeError(asked)
-            return getattr(FakeDriver(), asked)
-
-    with pytest.raises(DecodeError, match=f"this CUDA driver has no {name}"):
-        Driver(Old())
-
-
-def test_the_driver_is_that_of_this_machine(fake, monkeypatch):
-    def library(name):
-        assert name == "libcuda.so.1"
-        return fake
-
-    monkeypatch.setattr(module.ctypes, "CDLL", library)
-    load()
-    assert fake.calls == ["cuInit"]
-    fake.fails["cuInit"] = NOT_SUPPORTED
-    with pytest.raises(DecodeError, match="cuInit: operation not supported"):
-        load()
+def test_amd_and_a_machine_without_bindings_are_told_so(fake, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.0")
     with pytest.raises(DecodeError, match="AMD"):
-        load()
+        Addresses(0, PAGE)
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(DecodeError, match=r"cuda\.bindings"):
+        Addresses(0, PAGE)
 
 
-def test_a_machine_without_the_driver_is_told_so(monkeypatch):
-    def library(name):
-        raise OSError("no such file")
+def test_a_driver_that_lacks_a_call_is_told_so(fake, monkeypatch):
+    def lacking(*_):  # as the bindings say it
+        raise RuntimeError('Function "cuMemCreate" not found')
 
-    monkeypatch.setattr(module.ctypes, "CDLL", library)
-    with pytest.raises(DecodeError, match=r"cannot be loaded here \(no such file\)"):
-        load()
+    addresses = Addresses(0, PAGE)
+    monkeypatch.setattr(fake, "cuMemCreate", lacking, raising=False)
+    with pytest.raises(DecodeError, match='"cuMemCreate" not found'):
+        addresses.map()
+    assert not addresses.mapped and not fake.contexts
+    addresses.free()

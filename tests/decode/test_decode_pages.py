@@ -19,8 +19,8 @@ from graphmod.backend import lifetime
 from graphmod.decode import DecodeError
 from graphmod.decode import memory as module
 from graphmod.decode.cache import PagedCache, uniform
-from graphmod.decode.memory import Addresses, Driver, HostSpace, Ordinary, Pages, zeros
-from tests.support.fake_driver import INVALID_VALUE, PAGE, FakeDriver, all_of_them
+from graphmod.decode.memory import HostSpace, Ordinary, Pages, zeros
+from tests.support.fake_driver import INVALID_VALUE, PAGE, FakeDriver, addresses_of, all_of_them, stand_in
 
 CPU = torch.device("cpu")
 SHAPES = [(3, 5, 2, 8), (3, 5, 2, 4), (700, 1024)]
@@ -37,7 +37,8 @@ def over_host(space, pages, start, size, device):
 
 def lay_on(fake, monkeypatch):
     """Lets caches lie in the memory of a fake driver."""
-    monkeypatch.setattr(module, "_space", lambda device, nbytes: Addresses(Driver(fake), 0, nbytes))
+    stand_in(fake, monkeypatch)
+    monkeypatch.setattr(module, "_space", lambda device, nbytes: addresses_of(fake)(0, nbytes))
     monkeypatch.setattr(module, "_over", over_host)
 
 
@@ -186,15 +187,16 @@ def test_a_driver_that_refuses_leaves_the_cache_in_ordinary_memory(name, fake):
 
 
 def test_a_pytorch_that_copies_such_memory_has_ordinary_memory(monkeypatch):
-    monkeypatch.setattr(module, "_space", lambda device, nbytes: Addresses(Driver(fake), 0, nbytes))
-    monkeypatch.setattr(torch, "as_tensor", lambda given, device: torch.zeros(5))
     fake = FakeDriver()
+    stand_in(fake, monkeypatch)
+    monkeypatch.setattr(module, "_space", lambda device, nbytes: addresses_of(fake)(0, nbytes))
+    monkeypatch.setattr(torch, "as_tensor", lambda given, device: torch.zeros(5))
     tensors, pages = zeros(SHAPES, torch.float32, CPU)
     assert "copies memory" in pages.reason and len(tensors) == 3 and fake.nothing_left()
 
 
 def test_pytorch_is_told_of_memory_on_a_gpu_as_of_bytes(fake):
-    space = Addresses(Driver(fake), 0, PAGE)
+    space = addresses_of(fake)(0, PAGE)
     given = module._Bytes(space.start + 512, 100, Pages(space))
     told = given.__cuda_array_interface__
     assert told["data"] == (space.start + 512, False) and told["shape"] == (100,) and told["typestr"] == "|u1"
@@ -273,9 +275,8 @@ sys.path[:0] = {sys.path!r}
 import pytest, torch
 from tests.decode import test_decode_pages as tests
 fake = tests.FakeDriver()
-with pytest.MonkeyPatch.context() as patch:
-    tests.lay_on(fake, patch)
-    kept = tests.zeros(tests.SHAPES, torch.float32, tests.CPU)
+tests.lay_on(fake, pytest.MonkeyPatch())
+kept = tests.zeros(tests.SHAPES, torch.float32, tests.CPU)
 if not {mapped}:
     kept[1].unmap()
 kept[1].itself = kept  # a circle, which is collected while the interpreter ends

@@ -299,7 +299,7 @@ def test_too_little_memory_leaves_the_engine_suspended_for_another_try(keep, fak
     assert (captures(engine) == before) == (keep == "graphs")
 
 
-@pytest.mark.parametrize("call", ["cuMemMap", "cuMemSetAccess", "cuMemsetD32_v2"])
+@pytest.mark.parametrize("call", ["cuMemMap", "cuMemSetAccess", "cuMemsetD32"])
 def test_a_driver_that_fails_leaves_the_engine_suspended_for_another_try(call, fake):
     engine, prompts = warm(tiny_model("llama", torch.device("cpu"))), prompts_of(5, 9)
     expected, before = tokens_of(engine, prompts, max_new_tokens=12), captures(engine)

@@ -1,4 +1,4 @@
-"""A CUDA driver without a GPU: C functions over the memory of this process, which note and check every call.
+"""A CUDA driver without a GPU, over the memory of this process, which notes and checks every call.
 
 Memory that is not mapped cannot be touched: that would end the process. New memory is full of NaN.
 """
@@ -6,9 +6,12 @@ Memory that is not mapped cannot be touched: that would end the process. New mem
 import contextlib
 import ctypes
 import gc
-from ctypes import CFUNCTYPE, c_int
+import sys
+from types import SimpleNamespace
 
-from graphmod.decode.memory import PROTOTYPES
+import pytest
+
+from graphmod.decode.memory import Addresses
 
 PAGE = 2**21
 SUCCESS, INVALID_VALUE, OUT_OF_MEMORY, NOT_SUPPORTED = 0, 1, 2, 801
@@ -19,13 +22,33 @@ PRIVATE_ANONYMOUS = 0x22
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, c_int, c_int, c_int, ctypes.c_long)
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, c_int)
+_libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class Names:
+    """An enumeration, whose members are their own names without what all of them begin with."""
+
+    def __init__(self, prefix):
+        self._prefix = prefix
+
+    def __getattr__(self, name):
+        assert name.startswith(self._prefix)
+        return name.removeprefix(self._prefix)
+
+
+def struct(**parts):
+    """What makes a structure, in which one of another kind is another such function."""
+    return lambda: SimpleNamespace(**{name: part() if callable(part) else part for name, part in parts.items()})
+
+
+def location():
+    return SimpleNamespace(type=None, id=None)
 
 
 class FakeDriver:
-    """What `ctypes.CDLL` would give.
+    """What stands for `cuda.bindings.driver`.
 
     Attributes:
         calls: names, in order.
@@ -36,29 +59,43 @@ class FakeDriver:
         synchronized: whether nothing that was launched still runs.
     """
 
+    CUdevice_attribute = Names("CU_DEVICE_ATTRIBUTE_")
+    CUmemAllocationType = Names("CU_MEM_ALLOCATION_TYPE_")
+    CUmemLocationType = Names("CU_MEM_LOCATION_TYPE_")
+    CUmemAccess_flags = Names("CU_MEM_ACCESS_FLAGS_PROT_")
+    CUmemAllocationGranularity_flags = Names("CU_MEM_ALLOC_GRANULARITY_")
+    CUmemAllocationProp = staticmethod(struct(type=None, location=location))
+    CUmemAccessDesc = staticmethod(struct(location=location, flags=None))
+
     def __init__(self, free=2**40):
         self.calls, self.fails, self.wrong = [], {}, []
         self.free, self.able = free, True
         self.ranges, self.handles, self.mappings, self.accessible = {}, {}, {}, set()
         self.contexts, self.retained, self.synchronized = [], 0, True
         self._number = 0x1000
-        for name, arguments in PROTOTYPES.items():
-            setattr(self, name, CFUNCTYPE(c_int, *arguments)(self._noting(name)))
 
-    def _noting(self, name):
+    def __getattr__(self, name):
+        if not name.startswith("cu"):
+            raise AttributeError(name)
         act = getattr(self, f"_{name}")
 
         def call(*arguments):
             self.calls.append(name)
             if name in self.fails:
-                return self.fails[name]
+                return self.fails[name], None
             try:
-                return act(*arguments) or SUCCESS
-            except Exception as error:  # which ctypes would only print
+                found = act(*arguments)
+            except OutOfMemory:
+                return OUT_OF_MEMORY, None
+            except Exception as error:
                 self.wrong.append(f"{name}: {error!r}")
-                return INVALID_VALUE
+                return INVALID_VALUE, None
+            return (SUCCESS,) if found is None else (SUCCESS, found)
 
         return call
+
+    def cuGetErrorString(self, status):
+        return (SUCCESS, WORDS[status]) if status in WORDS else (INVALID_VALUE, None)
 
     @property
     def used(self):
@@ -72,52 +109,47 @@ class FakeDriver:
     def _cuInit(self, flags):
         assert flags == 0
 
-    def _cuGetErrorString(self, status, text):
-        text[0] = WORDS.get(status)
-        return SUCCESS if status in WORDS else INVALID_VALUE
+    def _cuDeviceGet(self, ordinal):
+        return ordinal
 
-    def _cuDeviceGet(self, device, ordinal):
-        device[0] = ordinal
+    def _cuDeviceGetAttribute(self, attribute, device):
+        assert (attribute, device) == ("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", 0)
+        return int(self.able)
 
-    def _cuDeviceGetAttribute(self, value, attribute, device):
-        assert (attribute, device) == (102, 0)
-        value[0] = int(self.able)
-
-    def _cuDevicePrimaryCtxRetain(self, context, device):
-        context[0] = CONTEXT
+    def _cuDevicePrimaryCtxRetain(self, device):
         self.retained += 1
+        return CONTEXT
 
-    def _cuDevicePrimaryCtxRelease_v2(self, device):
+    def _cuDevicePrimaryCtxRelease(self, device):
         assert self.retained > 0
         self.retained -= 1
 
-    def _cuCtxPushCurrent_v2(self, context):
+    def _cuCtxPushCurrent(self, context):
         assert context == CONTEXT
         self.contexts.append(context)
 
-    def _cuCtxPopCurrent_v2(self, context):
-        context[0] = self.contexts.pop()
+    def _cuCtxPopCurrent(self):
+        return self.contexts.pop()
 
     def _cuCtxSynchronize(self):
         assert self.contexts
         self.synchronized = True
 
-    def _checked(self, properties):
-        found = properties[0]
-        assert self.contexts and (found.type, found.requestedHandleTypes) == (1, 0)
-        assert (found.location.type, found.location.id) == (1, 0) and not found.win32HandleMetaData
-        assert not any(bytes(found.allocFlags))
+    def _checked(self, found):
+        assert self.contexts and {**vars(found)}.keys() == {"type", "location"} and found.type == "PINNED"
+        assert found.location == SimpleNamespace(type="DEVICE", id=0)
 
-    def _cuMemGetAllocationGranularity(self, size, properties, option):
+    def _cuMemGetAllocationGranularity(self, properties, option):
         self._checked(properties)
-        assert option in (0, 1)
-        size[0] = PAGE
+        assert option in ("MINIMUM", "RECOMMENDED")
+        return PAGE
 
-    def _cuMemAddressReserve(self, start, size, alignment, wanted, flags):
+    def _cuMemAddressReserve(self, size, alignment, wanted, flags):
         assert size and size % PAGE == alignment == wanted == flags == 0
         raw = _libc.mmap(None, size + PAGE, NONE, PRIVATE_ANONYMOUS, -1, 0)
-        start[0] = -(-raw // PAGE) * PAGE
-        self.ranges[start[0]] = size, raw
+        start = -(-raw // PAGE) * PAGE
+        self.ranges[start] = size, raw
+        return start
 
     def _cuMemAddressFree(self, start, size):
         found, raw = self.ranges[start]
@@ -125,15 +157,15 @@ class FakeDriver:
         del self.ranges[start]
         _libc.munmap(raw, size + PAGE)
 
-    def _cuMemCreate(self, handle, size, properties, flags):
+    def _cuMemCreate(self, size, properties, flags):
         self._checked(properties)
         assert size and size % PAGE == flags == 0
         if size > self.free:
-            return OUT_OF_MEMORY
+            raise OutOfMemory
         self.free -= size
         self._number += 1
         self.handles[self._number] = size
-        handle[0] = self._number
+        return self._number
 
     def _cuMemRelease(self, handle):
         size = self.handles.pop(handle)
@@ -158,17 +190,37 @@ class FakeDriver:
         _libc.mprotect(start, size, NONE)
 
     def _cuMemSetAccess(self, start, size, access, count):
-        found = access[0]
-        assert count == 1 and self.mappings[start][0] == size
-        assert (found.location.type, found.location.id, found.flags) == (1, 0, READ_WRITE)
+        assert len(access) == count == 1 and self.mappings[start][0] == size
+        assert access[0] == SimpleNamespace(location=SimpleNamespace(type="DEVICE", id=0), flags="READWRITE")
         _libc.mprotect(start, size, READ_WRITE)
         ctypes.memset(start, 0xFF, size)
         self.accessible.add(start)
 
-    def _cuMemsetD32_v2(self, start, value, count):
+    def _cuMemsetD32(self, start, value, count):
         assert self.contexts and start in self.accessible and 4 * count == self.mappings[start][0] and value == 0
         ctypes.memset(start, 0, 4 * count)
         self.synchronized = False
+
+
+class OutOfMemory(Exception):
+    pass
+
+
+def stand_in(fake, monkeypatch):
+    """Has a fake driver called from now on."""
+    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=fake))
+
+
+def addresses_of(fake):
+    """What makes a range of addresses that is given back to this driver, whichever is called by then."""
+
+    class Own(Addresses):
+        def free(self):
+            with pytest.MonkeyPatch.context() as patch:
+                stand_in(fake, patch)
+                super().free()
+
+    return Own
 
 
 @contextlib.contextmanager
