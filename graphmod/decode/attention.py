@@ -274,50 +274,10 @@ _WIDEST = 256
 
 
 def prepare_triton(memory: PagedCache) -> None:
-    """Takes the memory in which the parts of a row are counted."""
+    """Registers the operation, and takes the memory in which the parts of a row are counted."""
+    importlib.import_module("graphmod.decode.kernels")
     most = memory.rows * max(layer.kv_heads for layer in memory.layers)
     memory.scratch["triton"] = (torch.zeros(most, dtype=torch.int32, device=memory.device),)
-
-
-# For an operation that does not take any strides, inductor makes copies of the table and the query for each layer.
-@library.custom_op("graphmod::triton_decode", mutates_args=(), tags=(torch.Tag.flexible_layout,))
-def triton_decode(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    table: Tensor,
-    context: Tensor,
-    first: Tensor | None,
-    sinks: Tensor | None,
-    counters: Tensor,
-    scale: float,
-    cap: float | None,
-) -> Tensor:
-    """One token of each row against its part of the cache; (B, 1, heads, value_dim) in the dtype of `query`.
-
-    It is said to change nothing: the kernel leaves `counters` zero, as it found them.
-
-    Args:
-        query: (B, heads, 1, head_dim), its last dimension contiguous.
-        keys, values: (blocks, block_size, kv_heads, head_dim or value_dim), contiguous, of the dtype of `query`.
-        table: (B, blocks of a sequence) integers, its last dimension contiguous.
-        context: (B,) int64: tokens of each row; a row without any gets zeros.
-        first: (B,) int64: the first token that is seen; None sees all.
-        sinks: (heads,) logits of attention sinks, or None.
-        counters: (B * kv_heads or more) int32, zero.
-        scale: of the products of queries and keys.
-        cap: what scores are capped at by a tanh; None caps nothing.
-    """
-    from graphmod.decode.kernels import attend
-
-    processors = _processors(query.device)
-    with torch.cuda.device_of(query):  # the device whose stream it is launched on
-        return attend(query, keys, values, table, context, first, sinks, counters, scale, cap, processors)
-
-
-@triton_decode.register_fake
-def _(query: Tensor, keys: Tensor, values: Tensor, *others: Any) -> Tensor:
-    return query.new_empty((len(query), 1, query.shape[1], values.shape[3]))
 
 
 def paged_triton(
@@ -339,7 +299,7 @@ def paged_triton(
     rule = memory.layers[module.layer_idx].rule
     if rule not in view.shared:
         view.shared[rule] = rule.first_seen(view.context)
-    out = triton_decode(
+    out = torch.ops.graphmod.triton_decode(
         query.to(memory.dtype),
         *memory.near(module.layer_idx),
         view.block_table,

@@ -6,10 +6,12 @@ Haziza, Massa, Sizov, 2023; the softmax of parts: Milakov, Gimelshein, arXiv:180
 up.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, library
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from graphmod.fuse.kernels import can_start_early, early_launch, stages
@@ -162,6 +164,8 @@ def _described(memory: Tensor, tile: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(memory.flatten(2).flatten(0, 1), [tile, memory.shape[3]])
 
 
+# For an operation that does not take any strides, inductor makes copies of the table and the query for each layer.
+@library.custom_op("graphmod::triton_decode", mutates_args=(), tags=(torch.Tag.flexible_layout,))
 def attend(
     query: Tensor,
     keys: Tensor,
@@ -173,9 +177,23 @@ def attend(
     counters: Tensor,
     scale: float,
     cap: float | None,
-    processors: int,
 ) -> Tensor:
-    """See `triton_decode`, whose arguments these are, but for `processors`: how many multiprocessors the GPU has."""
+    """One token of each row against its part of the cache; (B, 1, heads, value_dim) in the dtype of `query`.
+
+    It is said to change nothing: the kernel leaves `counters` zero, as it found them.
+
+    Args:
+        query: (B, heads, 1, head_dim), its last dimension contiguous.
+        keys, values: (blocks, block_size, kv_heads, head_dim or value_dim), contiguous, of the dtype of `query`.
+        table: (B, blocks of a sequence) integers, its last dimension contiguous.
+        context: (B,) int64: tokens of each row; a row without any gets zeros.
+        first: (B,) int64: the first token that is seen; None sees all.
+        sinks: (heads,) logits of attention sinks, or None.
+        counters: (B * kv_heads or more) int32, zero.
+        scale: of the products of queries and keys.
+        cap: what scores are capped at by a tanh; None caps nothing.
+    """
+    processors = torch.cuda.get_device_properties(query.device).multi_processor_count
     rows, heads, _, head = query.shape
     block, kv_heads, value = keys.shape[1], keys.shape[2], values.shape[3]
     group = heads // kv_heads
@@ -189,42 +207,48 @@ def attend(
     out = query.new_empty((rows, 1, heads, value))
     results = query.new_empty((rows, heads, parts, value) if parts > 1 else 1, dtype=torch.float32)
     sums = query.new_empty((rows, heads, parts, 2) if parts > 1 else 1, dtype=torch.float32)
-    _attend[(parts, kv_heads, rows)](
-        query,
-        _described(keys, tile) if bulk else keys,
-        _described(values, tile) if bulk else values,
-        table,
-        context,
-        context if first is None else first,
-        sums if sinks is None else sinks,
-        counters,
-        out,
-        results,
-        sums,
-        scale,
-        0.0 if cap is None else cap,
-        query.stride(0),
-        query.stride(1),
-        table.stride(0),
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        HEAD=head,
-        VALUE=value,
-        BLOCK=block,
-        TILE=tile,
-        PARTS=parts,
-        WINDOW=first is not None,
-        CAPPED=cap is not None,
-        SINKS=sinks is not None,
-        GROUP_ROWS=max(16, triton.next_power_of_2(group)),
-        STAGES=tiles,
-        EARLY=early,
-        BULK=bulk,
-        LATE=not few,
-        num_warps=2 if few or parts == 1 else 4,
-        **early_launch(early),
-    )
+    with torch.cuda.device_of(query):  # the device whose stream it is launched on
+        _attend[(parts, kv_heads, rows)](
+            query,
+            _described(keys, tile) if bulk else keys,
+            _described(values, tile) if bulk else values,
+            table,
+            context,
+            context if first is None else first,
+            sums if sinks is None else sinks,
+            counters,
+            out,
+            results,
+            sums,
+            scale,
+            0.0 if cap is None else cap,
+            query.stride(0),
+            query.stride(1),
+            table.stride(0),
+            KV_HEADS=kv_heads,
+            GROUP=group,
+            HEAD=head,
+            VALUE=value,
+            BLOCK=block,
+            TILE=tile,
+            PARTS=parts,
+            WINDOW=first is not None,
+            CAPPED=cap is not None,
+            SINKS=sinks is not None,
+            GROUP_ROWS=max(16, triton.next_power_of_2(group)),
+            STAGES=tiles,
+            EARLY=early,
+            BULK=bulk,
+            LATE=not few,
+            num_warps=2 if few or parts == 1 else 4,
+            **early_launch(early),
+        )
     return out
+
+
+@attend.register_fake
+def _(query: Tensor, keys: Tensor, values: Tensor, *others: Any) -> Tensor:
+    return query.new_empty((len(query), 1, query.shape[1], values.shape[3]))
 
 
 _FETCH_PROGRAMS = 32  # as many as fill the bus, and leave the multiprocessors to what computes
