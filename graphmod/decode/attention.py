@@ -18,7 +18,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -550,7 +550,7 @@ def choose(
             log.info("decode attention: the model's own, because %s", own_reason)
         return OWN, measured
     if name is AttentionName.auto:
-        found = _first(AUTO, memory)
+        found = next((IMPLEMENTATIONS[one] for one in AUTO if _reason(one, memory) is None), OWN)
     elif name is AttentionName.fastest:
         usable = {one.value: IMPLEMENTATIONS[one] for one in IMPLEMENTATIONS if _reason(one, memory) is None}
         measured = measure(usable, memory, max_seq_len) if len(usable) > 1 else {}
@@ -573,10 +573,6 @@ def reference(chosen: Implementation, memory: PagedCache) -> Implementation:
         return OWN
     plain.register()
     return plain
-
-
-def _first(names: Iterable[AttentionName], memory: PagedCache) -> Implementation:
-    return next((IMPLEMENTATIONS[name] for name in names if _reason(name, memory) is None), OWN)
 
 
 def _reason(name: AttentionName, memory: PagedCache) -> str | None:

@@ -170,7 +170,7 @@ class Sequence:
         epoch: of what is known of blocks, at that time.
         stored: tokens of its prompt whose keys and values are in its blocks, or will be by what was launched.
         launched: decode steps launched for it; it has at most one token more.
-        scores: of its prompt, on their way to the host: each piece's `prefill.piece.Scores`.
+        scores: of its prompt, on their way to the host: each piece's `prefill.Scores`.
         done: whether it has ended.
     """
 

@@ -122,6 +122,9 @@ class Traffic:
         first: compares the first tokens.
         requests: has the codec that makes the texts of completions.
         config: of the engine.
+
+    Attributes:
+        turns: who may move sequences.
     """
 
     def __init__(
@@ -139,7 +142,7 @@ class Traffic:
         self._weights, self._watch = WeightsWatch(), ModelWatch(model)
         self._watched = False  # since before what is in the cache was computed
         self._asked = False  # requests have come since the model was looked at
-        self._turns = Turns()
+        self.turns = Turns()
         self._arrived: deque[Handle] = deque()
         self._leaving: deque[Handle] = deque()
         self._handles: list[Handle] = []
@@ -176,7 +179,7 @@ class Traffic:
         """
         with Held() as interrupts:
             try:
-                again = self._turns.take(interrupts)
+                again = self.turns.take(interrupts)
                 try:
                     if self._moving and again:
                         raise DecodeError(
@@ -188,7 +191,7 @@ class Traffic:
                     self._let_out()
                     yield interrupts
                 finally:
-                    self._turns.release()
+                    self.turns.release()
             finally:
                 self._let_out()
 
@@ -212,15 +215,6 @@ class Traffic:
     def decoding(self, act: Callable[..., Any], *given: Any) -> Any:
         """What it returns with the model as decode needs it; see `attention.decoding`."""
         return decoding(self._modules, act, *given)
-
-    @contextlib.contextmanager
-    def kept_by(self, thread: threading.Thread, place: str) -> Iterator[None]:
-        """The turn lasts: who waits for the next one is told which thread has it, and from where in the source."""
-        before, self._turns.paused = self._turns.paused, (thread, place)
-        try:
-            yield
-        finally:
-            self._turns.paused = before
 
     def step(self, among_others: bool = True) -> list[Run]:
         """Takes in who arrived, launches the next steps, and gives out what became known from those before.
@@ -274,7 +268,7 @@ class Traffic:
         streams are closed wherever garbage is collected."""
         if self._leaving:
             with Held():
-                while self._leaving and not self._moving and self._turns.do_if_free(self._take_in_safely):
+                while self._leaving and not self._moving and self.turns.do_if_free(self._take_in_safely):
                     pass
 
     def _take_in_safely(self) -> None:
@@ -401,7 +395,9 @@ class Pause:
             interrupts = stack.enter_context(self._traffic.turn())
             self._traffic.drain()
             stack.callback(self._traffic.forget)
-            stack.enter_context(self._traffic.kept_by(threading.current_thread(), self._place))
+            turns = self._traffic.turns
+            stack.callback(setattr, turns, "paused", turns.paused)
+            turns.paused = threading.current_thread(), self._place
             stack.enter_context(interrupts.heard())
             self._left = stack.pop_all()
 

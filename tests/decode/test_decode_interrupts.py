@@ -81,7 +81,7 @@ def interrupted_anywhere(numbers):
             caught = error  # and with it all frames: nothing may be left to garbage collection
             assert [module.training for module in model.modules()] == modes, number
             assert not torch.is_inference_mode_enabled() and model.config._attn_implementation == "sdpa", number
-            assert not engine._traffic._turns._is_owned() and signal.getsignal(signal.SIGINT) == before, number
+            assert not engine._traffic.turns._is_owned() and signal.getsignal(signal.SIGINT) == before, number
             del caught
         finally:
             sys.settrace(None)
