@@ -158,7 +158,7 @@ def _text_alone(given: Any) -> Any:
 
 def _count(given: Any) -> Any:
     if isinstance(given, bool):
-        raise ValueError(f"must be a number of tokens, 0 to {MOST_TOP}; true is for chats")
+        raise ValueError(f"must be a number of tokens, 0 to {MOST_TOP} (true is for chats)")
     return given
 
 
