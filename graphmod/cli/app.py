@@ -6,6 +6,7 @@ grammar, a misspelt name is answered with the nearest one, and an error in a cal
 
 import argparse
 import logging
+import operator
 import re
 import sys
 import warnings
@@ -18,6 +19,7 @@ from typing import Any, NoReturn
 import hydra
 from hydra import version as hydra_version
 from hydra._internal import utils as hydra_utils
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.hydra import Hydra
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.config_store import ConfigStore
@@ -51,6 +53,7 @@ from graphmod.train.folders import job_folder
 from graphmod.train.settings import RunConfig, check
 
 _LOGGING = ("hydra/job_logging", "hydra/hydra_logging")
+_NO_TEXT = re.compile(r"(?<![^,])(null|true|false|[-+]?(\d|\.\d|inf|nan)[\w.+-]*)(?![^,])", re.I)  # alone or in a list
 _UNUSED = "${unused:"
 # What Hydra's callbacks raise it only warns of; after a job, others may still have to run.
 _CALLBACK_RAISED = r"Callback .*\.on_(run_start|run_end|multirun_start|multirun_end|job_start) raised "
@@ -201,7 +204,7 @@ class App:
             if "--help" in argv:  # Hydra reads all files of all groups for it
                 show(self._help)
                 return 0
-            with _as_main(argv), _strict():
+            with _as_main(argv, self.kind), _strict():
                 main = hydra.main(config_path=str(CONFIGS), config_name=self.name, version_base="1.3")
                 main(task)()
             show("", end="")  # what Hydra printed may not have been written
@@ -281,15 +284,14 @@ class App:
         if value.startswith("~/"):  # bash leaves it so, and Hydra takes it for a deletion
             value = str(Path(value).expanduser())
         try:
-            (parsed,) = OverridesParser.create().parse_overrides([f"{key}={value}"])
+            OverridesParser.create().parse_overrides([f"{key}={value}"])
         except OverrideParseException:  # a path that Hydra's grammar cannot read; of a number, its kind is told later
             return f"{key}={quoted(value)}"
-        plain = not parsed.is_sweep_override() and isinstance(parsed.value(), (bool, int, float, type(None)))
         choices = sorted(file.stem for file in (CONFIGS / bare).glob("*.yaml"))
         if other := {*value.split(",")} & {*choices} - {*of_command(bare, choices, self.kind)}:
             raise ConfigError(no_choice(bare, min(other), choices, self.kind))
-        if plain and choices:  # Hydra has no words for a choice that is no text
-            return f"{key}={quoted(value)}"
+        if choices and override != "experiment=null":  # Hydra has no words for a choice that is no text
+            value = re.sub(_NO_TEXT, lambda found: quoted(found[0]), value)
         return f"{key}={value}"
 
     def _look(self, found: argparse.Namespace, settings: list[str]) -> None:
@@ -386,15 +388,23 @@ def _is_quoted(override: str, value: str) -> bool:
 
 
 @contextmanager
-def _as_main(argv: list[str]) -> Iterator[None]:
-    """Inside, Hydra finds these arguments, and leaves errors to who called it. It has a variable of the environment for
-    that, which processes that are started would find, too."""
-    arguments, report = sys.argv, hydra_utils.run_and_report
-    sys.argv, hydra_utils.run_and_report = [arguments[0], *argv], lambda func: func()
+def _as_main(argv: list[str], kind: type) -> Iterator[None]:
+    """Inside, Hydra finds these arguments, completes the choices of the command with settings of this kind, and leaves
+    errors to who called it. It has a variable of the environment for that, which processes that are started would find,
+    too."""
+    arguments, report, options = sys.argv, hydra_utils.run_and_report, ConfigLoaderImpl.get_group_options
+
+    def of_this_command(loader: ConfigLoaderImpl, group_name: str, *args: Any, **settings: Any) -> list[str]:
+        return of_command(group_name, options(loader, group_name, *args, **settings), kind)
+
+    pass_on: Any = operator.call  # no frame of ours, by which errors of Hydra are told apart
+    sys.argv, hydra_utils.run_and_report = [arguments[0], *argv], pass_on
+    ConfigLoaderImpl.get_group_options = of_this_command
     try:
         yield
     finally:
         sys.argv, hydra_utils.run_and_report = arguments, report
+        ConfigLoaderImpl.get_group_options = options
 
 
 @contextmanager

@@ -415,6 +415,13 @@ class JobFailed(GraphmodError):
         self.status = status
 
 
+def _with_group(said: str, kind: type) -> str:
+    """A message that begins with a setting of the library, with the setting's name on the command line."""
+    word = re.match(r"\w+(?==| must )", said)
+    groups = [one for one in ("decode", "graph") if word and f"{one}.{word[0]}" in setting_names(kind)]
+    return f"{groups[0]}.{said}" if groups else said
+
+
 def conclude(
     error: BaseException,
     smaller: str,
@@ -443,8 +450,8 @@ def conclude(
         raise error
     first, status = str(error).partition("\n")[0], 1
     if isinstance(error, GraphmodError):
-        reason = str(error)
-    elif isinstance(error, (HydraException, OmegaConfBaseException, YAMLError)) or _of_hydra(error):
+        reason = _with_group(str(error), kind)
+    elif isinstance(error, (HydraException, OmegaConfBaseException, YAMLError)):
         reason, status = explain(error, kind), 2
     elif isinstance(error, OSError):
         reason = unwritten() or _of_system(error, folder)
@@ -454,6 +461,8 @@ def conclude(
         reason = f"out of memory; lower {smaller}. {first}"
     elif isinstance(error, UserWarning) and error.__context__ is not None:
         reason = first  # a callback of the user's
+    elif _of_hydra(error):
+        reason, status = explain(error, kind), 2
     else:  # all of it is shown, but the other jobs of a multirun go on
         traceback.print_exception(error)
         complain("this is a bug in graphmod or in a library it uses; the lines above show where")

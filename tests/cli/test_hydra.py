@@ -179,7 +179,7 @@ def test_arguments_of_ones_own_model_go_over_those_of_the_run(run, tmp_path, mon
     assert run(*own, "hydra.run.dir=mine", "hydra.job.chdir=true")[0] == 0
     for width in ("model.width=16", "+model.target.width=16"):
         status, _, said = run("train.resume=mine", width)
-        assert status == 2 and "'width': 8} and is now {'_target_': 'own_net.Net', 'width': 16}" in said
+        assert status == 2 and "width: 8} and is now {_target_: own_net.Net, width: 16}" in said
     assert run("train.resume=mine", "model.width=8", "train.steps=6")[0] == 0
     saved = yaml.safe_load((tmp_path / "mine" / ".hydra" / "config.yaml").read_text())
     assert saved["model"]["target"] == {"_target_": "own_net.Net", "width": 8} and "_target_" not in saved["model"]
@@ -381,6 +381,19 @@ def test_what_cannot_be_made_of_the_settings_of_hydra_is_one_error(run, tmp_path
     assert status == 2 and "there is no setting 'hydra.launcher.foo'" in said
 
 
+@pytest.mark.parametrize(
+    ("plugin", "arguments", "why"),
+    [
+        ("optuna_sweeper", ["hydra/sweeper=optuna", "optim.learning_rate=interval(2,1)"], "The `low` value must be"),
+        ("joblib_launcher", ["hydra/launcher=joblib", "hydra.launcher.n_jobs=0"], "n_jobs == 0 in Parallel has no"),
+    ],
+)
+def test_what_a_plugin_says_of_settings_is_one_error(plugin, arguments, why, run):
+    pytest.importorskip(f"hydra_plugins.hydra_{plugin}")
+    status, _, said = run(*SMALL, "-m", "graph=none", *arguments)
+    assert status == 2 and f"error: {why}" in said and "Traceback" not in said and "bug" not in said
+
+
 def test_hydra_full_error_shows_where_an_error_came_from(tmp_path):
     process = shell(tmp_path, "train.steps=0", HYDRA_FULL_ERROR="1")
     _, said = process.communicate(timeout=60)
@@ -391,7 +404,8 @@ def test_hydra_full_error_shows_where_an_error_came_from(tmp_path):
     ("line", "found"),
     [
         ("graphmod tr", {"train"}),
-        ("graphmod train graph=fu", {"graph=full_iteration"}),
+        ("graphmod train graph=", {"graph=auto", "graph=full_iteration", "graph=none", "graph=per_layer"}),
+        ("graphmod generate graph=", {"graph=decode", "graph=none"}),
         ("graphmod compare model=ll", {"model=llama_124m", "model=llama_deep", "model=llama_tiny"}),
         ("graphmod generate decode=", {"decode=greedy", "decode=model", "decode=sample"}),
         ("graphmod train optim.learning", {"optim.learning_rate="}),
