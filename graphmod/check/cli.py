@@ -79,8 +79,7 @@ def main(arguments: list[str], program: str = "graphmod check") -> int:
     """Checks what the arguments name and prints the report; returns the exit status."""
     parsing = parser(program)
     if {"-h", "--help"} & {*arguments}:
-        _print(parsing.format_help().rstrip())
-        return 0
+        return 0 if _print(parsing.format_help().rstrip()) else 1
     given = parsing.parse_args(arguments)
     if given.calls < 1:
         parsing.error(f"--calls must be at least 1, got {given.calls}")
@@ -93,8 +92,8 @@ def main(arguments: list[str], program: str = "graphmod check") -> int:
     except Unusable as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    _print(report.to_json() if given.json else report.describe(given.verbose))
-    return 0 if report.captured else 1
+    written = _print(report.to_json() if given.json else report.describe(given.verbose))
+    return 0 if report.captured and written else 1
 
 
 def checked_as_given(given: argparse.Namespace, meeting: Meeting | None = None) -> Report:
@@ -120,12 +119,17 @@ def checked_as_given(given: argparse.Namespace, meeting: Meeting | None = None) 
         )
 
 
-def _print(text: str) -> None:
+def _print(text: str) -> bool:
+    """Whether it could be written; that nobody reads it to its end, as with `| head`, is no error."""
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # as with `| head`, where nothing is wrong; else Python complains on its way out
-        with contextlib.suppress(OSError, ValueError):
+    except OSError as error:
+        with contextlib.suppress(OSError, ValueError):  # else Python complains on its way out
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            print(f"error: the standard output cannot be written: {error.strerror or error}", file=sys.stderr)
+            return False
+    return True
 
 
 def _made(name: str, name_of_args: str | None) -> tuple[Callable, tuple, dict, int]:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from graphmod.cli.prompts import OutputFile, Prompt, line_of, open_output
 from graphmod.cli.settings import GenerateConfig, ModelSource, Precision, ServeConfig
-from graphmod.cli.start import OutputError, complain, end_at_once, say_plainly, show
+from graphmod.cli.start import OutputError, complain, end_at_once, say_plainly, show, tell
 from graphmod.config import CompileMode
 from graphmod.decode.engine import DecodeEngine
 from graphmod.decode.scheduler import kind_of_row
@@ -328,7 +328,7 @@ def serve(config: ServeConfig, folder: Path, address: str, front: FrontProcess) 
             while not host.ready and signals.number is None:
                 host.tend(_TURN)
             if host.ready:
-                show(f"serving {config.name} at {address}")
+                tell(f"serving {config.name} at {address}")
             while signals.number is None:
                 host.tend(_TURN)
             return _drained(host, config.serve.drain_seconds, signals.number)

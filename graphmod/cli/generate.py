@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 from graphmod.cli.app import App
 from graphmod.cli.prompts import Prompt, read_prompts, require_free
 from graphmod.cli.settings import GenerateConfig, model_folder, require_positions
-from graphmod.cli.start import loading, require_one_process
+from graphmod.cli.start import loading, require_one_process, require_stdout
 from graphmod.text import tokenizer_folder
 
 
@@ -19,6 +19,7 @@ def _task(settings: DictConfig) -> None:
     config = GENERATE.typed(settings)
     config.check()
     if config.prompts_file is None:
+        require_stdout("the text")
         prompts, out = [Prompt(config.prompt or "")], None
     else:
         source = Path(config.prompts_file)

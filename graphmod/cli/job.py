@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from graphmod.cli.app import TRAIN, parse
 from graphmod.cli.errors import JobFailed, conclude, unknown_key
-from graphmod.cli.start import CONFIGS, complain_for_all, ranks_started, say_plainly, show, stay_silent, words
+from graphmod.cli.start import CONFIGS, complain_for_all, ranks_started, say_plainly, stay_silent, tell, words
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.device import pick_device
 from graphmod.train.display import LOG_FILE, Journal
@@ -306,14 +306,14 @@ def _compare(sweep: Path, results: dict[str, RunResult]) -> None:
 
     finished = {name: result for name, result in results.items() if result.status == "finished"}
     if any(not result.device.startswith("CPU") for result in finished.values()):
-        show("\nprofiling a few steps of each run, to see how busy the GPU is")
+        tell("\nprofiling a few steps of each run, to see how busy the GPU is")
     busy = {name: ms for name, result in finished.items() if (ms := gpu_busy_ms(result)) is not None}
     rows = compare(results, busy)
-    show(f"\n{table(rows, swept(results))}")
+    tell(f"\n{table(rows, swept(results))}")
     for remark in remarks(rows, results):
-        show(remark)
+        tell(remark)
     if not finished and (sweep / JSON_FILE).exists():
-        show(f"\nno run finished; the comparison in {sweep} is an earlier one")
+        tell(f"\nno run finished; the comparison in {sweep} is an earlier one")
         return
     try:
         files = write_report(sweep, rows, results)
@@ -325,13 +325,13 @@ def _compare(sweep: Path, results: dict[str, RunResult]) -> None:
             f"cannot write the comparison to {sweep}: {error.strerror or error}; what the runs wrote is kept. Make "
             "room, or choose another folder with hydra.sweep.dir=FOLDER"
         ) from error
-    show(f"\nwritten to {', '.join(map(str, files))}")
+    tell(f"\nwritten to {', '.join(map(str, files))}")
     if sweep / PLOT_FILE not in files:
-        show(f"no {PLOT_FILE}: matplotlib is not installed (pip install matplotlib)")
+        tell(f"no {PLOT_FILE}: matplotlib is not installed (pip install matplotlib)")
     # A folder of one's own choice has nothing beside it that could be older.
     shown = link_latest(sweep) if sweep.absolute().parent == _COMPARISONS.absolute() else sweep
     if on_tensorboard(results):
-        show(f"side by side: tensorboard --logdir {shown}")
+        tell(f"side by side: tensorboard --logdir {shown}")
 
 
 # -- a job -------------------------------------------------------------------------------------------------------------
@@ -450,7 +450,7 @@ def _say_stopped(result: RunResult, folder: Path, job: Job) -> None:
     if result.config["train"]["checkpoint"] and result.checkpoint is not None:
         said[1:] = [f"saved in {folder / result.checkpoint}", f"to resume: {_way_on(folder, job)}"]
     with suppress(OSError):  # to a terminal that was closed
-        show("\n  ".join(said))
+        tell("\n  ".join(said))
     raise SystemExit(128 + signal.Signals[str(result.error)])
 
 
@@ -459,7 +459,7 @@ def _check_step(config: RunConfig, folder: Path) -> Path:
     from graphmod.train.check import CHECK_FILE, check_training
 
     report = check_training(config, folder)
-    show(f"{report}\n  written to {folder / CHECK_FILE}")
+    tell(f"{report}\n  written to {folder / CHECK_FILE}")
     if not report.captured:
         raise SystemExit(1)
     return folder
@@ -610,10 +610,10 @@ def _run(start: Start, job: Job, ranks: Ranks, peers: "Peers | None" = None) -> 
         ranks_of(config)  # whether so many can be
         peers.way_on = lambda: _kept(point.run_dir, job)
         peers.speak = lambda text: _say_and_note(text, point.run_dir)
-    result = train(config, point.run_dir, point, say=show, ranks=ranks)
+    result = train(config, point.run_dir, point, say=tell, ranks=ranks)
     if result.status == "interrupted":
         _say_stopped(result, point.run_dir, job)
-    show(f"{result.report()}\n  written to {point.run_dir}")
+    tell(f"{result.report()}\n  written to {point.run_dir}")
     return point.run_dir
 
 

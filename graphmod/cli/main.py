@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-from graphmod.cli.start import loading, prepare, shown, version
+from graphmod.cli.start import answer, complain, loading, prepare, shown, version
 from graphmod.words import nearest
 
 _HELP = """CUDA graphs for PyTorch: training and text generation (inference, decoding).
@@ -68,8 +68,7 @@ def compare(arguments: list[str]) -> int:
     """`graphmod compare`: a multirun over the scopes, unless the arguments choose otherwise."""
     if {"--help", "-h"} & {*arguments}:
         said = " ".join(f"{key}={value}" for key, value in _COMPARED.items())
-        print(_COMPARE_HELP.format(command=shown("compare"), train=shown("train"), defaults=said))
-        return 0
+        return answer(_COMPARE_HELP.format(command=shown("compare"), train=shown("train"), defaults=said))
     if {"--cfg", "-c", "--info", "-i"} & {*arguments}:  # a question about one run
         return train([f"{key}={value}" for key, value in _COMPARED.items() if key != "graph"] + arguments)
     given = {argument.partition("=")[0] for argument in arguments}
@@ -92,8 +91,7 @@ def _complete(arguments: list[str]) -> int:
     program, _, rest = os.environ.get("COMP_LINE", "").lstrip().partition(" ")
     name, space, rest = rest.lstrip().partition(" ")
     if not space and not any(one.startswith(("install", "uninstall")) for one in arguments):
-        print(" ".join(command for command in COMMANDS if command.startswith(name)))
-        return 0
+        return answer(" ".join(command for command in COMMANDS if command.startswith(name)))
     os.environ["COMP_LINE"] = f"{program} {rest}"
     return (train if name == "compare" else COMMANDS.get(name, train))(arguments)
 
@@ -110,19 +108,17 @@ def main() -> int:
     """
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("--help", "-h"):
-        print(_HELP)
-        return 0
+        return answer(_HELP)
     if name == "--version":
-        print(version())
-        return 0
+        return answer(version())
     if name in ("-sc", "--shell-completion"):
         return _complete([name, *arguments])
     if name not in COMMANDS and "=" in name:
-        print(f"error: a command comes first: {shown('train')} {name}", file=sys.stderr)
+        complain(f"a command comes first: {shown('train')} {name}")
         return 2
     if name not in COMMANDS:
         best = nearest(name, [*COMMANDS])
         hint = f"; did you mean {best!r}?" if best else ""
-        print(f"error: there is no command {name!r}{hint}\n  commands: {', '.join(COMMANDS)}", file=sys.stderr)
+        complain(f"there is no command {name!r}{hint}\n  commands: {', '.join(COMMANDS)}")
         return 2
     return COMMANDS[name](arguments)

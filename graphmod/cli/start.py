@@ -43,6 +43,31 @@ def show(text: str, end: str = "\n") -> None:
         raise OutputError(f"the standard output cannot be written: {error.strerror or error}") from error
 
 
+def tell(text: str) -> None:
+    """Prints to the standard output what a command has to say beside its work, which goes on where nobody reads it.
+    Raises OutputError."""
+    with contextlib.suppress(BrokenPipeError):
+        show(text)
+
+
+def answer(text: str) -> int:
+    """Prints all that a command was asked for; returns its exit status."""
+    try:
+        show(text)
+    except BrokenPipeError:
+        return 128 + signal.SIGPIPE
+    except OutputError as error:
+        complain(error)
+        return 1
+    return 0
+
+
+def require_stdout(what: str) -> None:
+    """Raises OutputError where the standard output was closed when this process began, so that `what` would be lost."""
+    if _closed:
+        raise OutputError(f"the standard output is closed, and {what} would be lost; give it a place, such as > FILE")
+
+
 def unwritten() -> str | None:
     """Why what was printed before cannot be written; None where all of it was, or nobody reads it any more."""
     try:
@@ -70,6 +95,7 @@ def end_at_once(status: int) -> None:
     os._exit(status)
 
 
+_closed = False  # whether the standard output was when this process began
 _listener: Callable[[str], None] | None = None
 
 
@@ -180,6 +206,8 @@ def _interruptible() -> Iterator[None]:
 def prepare() -> None:
     """Settings of the process that must be made before PyTorch is imported. Streams that were closed lead nowhere: else
     the next file that is opened would get their number, and what is meant for them."""
+    global _closed
+    _closed = _closed or sys.stdout is None
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             opened = os.open(os.devnull, os.O_RDWR)

@@ -3,7 +3,9 @@
 import errno
 import json
 import os
+import shlex
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -19,7 +21,7 @@ from graphmod.train.folders import FORMAT, OtherFormat
 from graphmod.train.result import RunResult
 from graphmod.train.run import train
 from tests.support.processes import shell
-from tests.support.settings import TINY, composed
+from tests.support.settings import ROOT, TINY, composed
 
 
 def test_generating_in_several_processes_is_refused_in_one_sentence(monkeypatch, capsys):
@@ -64,7 +66,7 @@ def test_a_run_that_is_stopped_ends_so_also_where_nobody_hears_it(heard, tmp_pat
         raise OutputError(text)
 
     if not heard:
-        monkeypatch.setattr(job, "show", unheard)
+        monkeypatch.setattr(job, "tell", unheard)
     monkeypatch.setattr("sys.argv", ["train.py"])
     config = {"train": {"steps": 9, "checkpoint": True}}
     result = RunResult(scope="none", config=config, error="SIGHUP", checkpoint="checkpoints/last")
@@ -160,3 +162,11 @@ def test_a_model_of_other_origin_has_no_list_to_be_compared_with(checkpoint, tmp
     (checkpoint / "checkpoint.json").unlink()
     checkpoint.rename(tmp_path / "mine")
     assert model_folder(str(tmp_path / "mine")) == tmp_path / "mine"
+
+
+def test_a_run_goes_on_where_nobody_reads_what_it_says(tmp_path):
+    words = [sys.executable, str(ROOT / "train.py"), *TINY, "data.max_bytes=20000", "hydra.run.dir=mine"]
+    command = f"set -o pipefail; {shlex.join(words)} | true"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert RunResult.read(tmp_path / "mine").status == "finished"

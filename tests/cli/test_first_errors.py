@@ -65,12 +65,16 @@ Path("full.jsonl").write_text("kept\\n")
 wrong = [
     ["prompt=a", "model.path=model", "decode.temprature=1"],
     ["prompt=a"],
+    ["model.path=model"],
+    ["model.path=model", "chat=true"],
     ["prompt=a", "model.path=nothing"],
     ["prompt=a", "model.path=model"],
     ["prompt=a", "model.path=model", "tokenizer=nothing"],
     ["prompts_file=nothing.txt", "model.path=model"],
     ["prompts_file=prompts.txt", "model.path=model", "out=full.jsonl"],
     ["prompts_file=prompts.txt", "model.path=model", "out=prompts.txt"],
+    ["prompt=a", "model.path=model", "decode.temperature=-1"],
+    ["prompt=a", "model.path=model", "decode.max_seq_len=1"],
 ]
 assert [generate(one) for one in wrong] == [2] * len(wrong)
 assert not {"torch", "transformers", "numpy"} & set(sys.modules)
@@ -137,7 +141,9 @@ def test_ctrl_c_while_python_exits_ends_it_without_a_word(tmp_path):
 
 def test_what_generate_cannot_use_is_told_without_loading_torch(tmp_path):
     done = python("-c", ANSWERS_OF_GENERATE, cwd=tmp_path)
-    assert done.returncode == 0 and done.stderr.count("error: ") == 8, done.stderr
+    assert done.returncode == 0 and done.stderr.count("error: ") == 12, done.stderr
+    for said in ("error: decode.temperature must be 0", "error: decode.max_seq_len must be", "give one of prompt"):
+        assert said in done.stderr
     for said in ("did you mean", "model.path=FOLDER is missing", "model.path=nothing is not", "holds no tokenizer"):
         assert said in done.stderr
     for said in ("tokenizer=nothing is not", "nothing.txt cannot be read", "full.jsonl exists", "is the file of the"):
@@ -377,11 +383,28 @@ def test_an_empty_folder_of_a_tokenizer_is_told(tmp_path):
         tokenizer_folder(tmp_path, str(tmp_path))
 
 
-@pytest.mark.parametrize("arguments", [["graph=null"], ["model=null"]])
+@pytest.mark.parametrize(
+    "arguments", [["graph=null"], ["model=null"], ["-m", "graph=none,null"], ["-m", "graph=1e3,none"]]
+)
 def test_a_group_without_a_choice_is_no_bug(arguments, capfd):
     assert COMMANDS["train"](arguments) == 2
     said = capfd.readouterr().err
     assert said.startswith("error: ") and "bug" not in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize("arguments", ["--help", "--version", "compare --help", "train --help", "check --help"])
+def test_an_answer_that_cannot_be_written_is_one_line(arguments, tmp_path):
+    command = f"{sys.executable} -m graphmod {arguments} > /dev/full"
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
+    said = "error: the standard output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, said)
+
+
+def test_text_for_a_closed_standard_output_is_refused(tmp_path):
+    command = f"exec {sys.executable} -m graphmod generate model.path=x prompt=a >&-"
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, stderr=subprocess.PIPE, text=True, check=False)
+    said = "error: the standard output is closed, and the text would be lost; give it a place, such as > FILE\n"
+    assert (done.returncode, done.stderr) == (1, said)
 
 
 def test_a_command_runs_where_its_streams_are_closed(tmp_path):
