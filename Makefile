@@ -15,7 +15,7 @@ PROMPT ?= def main(
 export GOMP_SPINCOUNT ?= 3000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train generate serve compare tensorboard test test-all lint format clean
+.PHONY: help setup train generate serve compare tensorboard docs test test-all lint format clean
 
 # make would take settings for variables of its own, and drop them.
 OWN := PYTHON TORCH VENV ARGS PROMPT GOMP_SPINCOUNT
@@ -64,6 +64,10 @@ compare: $(STAMP) ## the same run without graphs, per layer and as one graph, si
 tensorboard: $(STAMP) ## show all runs in the browser
 	$(BIN)/tensorboard --logdir runs
 
+docs: $(STAMP) ## build the pages as a site with search, into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "open site/index.html"
+
 test: $(STAMP) ## run the tests on all cores (at most 8), except the slow ones; those for a GPU are skipped where there is none. TORCH is another PyTorch to run them on
 	$(BIN)/python -m pytest -n auto --maxprocesses=8 --dist loadfile -m "not slow" $(ARGS)
 
@@ -80,5 +84,5 @@ format: $(STAMP) ## put the code into its format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean: ## remove .venv, those of other PyTorchs, and caches; runs/ stays
-	rm -rf $(VENV) .venv-torch-* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+clean: ## remove .venv, those of other PyTorchs, site/ and caches; runs/ stays
+	rm -rf $(VENV) .venv-torch-* build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis

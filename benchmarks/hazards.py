@@ -2,7 +2,6 @@
 
     python benchmarks/hazards.py                  # on a GPU; writes benchmarks/results/hazards.json
     python benchmarks/hazards.py --device cpu     # graphmod's column alone, emulated
-    python benchmarks/hazards.py --table          # writes docs/hazards.md from the results
 
 Each program of `hazard_programs` runs eagerly and once more in one of these ways, in a process of its own kind, and all
 that it returns, and its weights at the end, are compared: the numbers are eager's (`fine`), they are others and nobody
@@ -27,7 +26,7 @@ from typing import Any
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-RESULTS, PAGE = ROOT / "benchmarks/results/hazards.json", ROOT / "docs/hazards.md"
+RESULTS = ROOT / "benchmarks/results/hazards.json"
 WAYS = ("cuda_graph", "make_graphed_callables", "graphmod")
 PATIENCE_S = 120  # for one program; the first of a process also imports torch
 CAPTURE_AT = 3
@@ -263,16 +262,10 @@ def main() -> int:
     parser.add_argument("--only", help="names of programs, with commas; then nothing is written")
     parser.add_argument("--jobs", type=int, default=4, help="processes at a time (default: 4)")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--table", action="store_true", help="write docs/hazards.md from the results, and run nothing")
     parser.add_argument("--serve", choices=WAYS, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.serve:
         return serve(given.serve, given.device)
-    if given.table:
-        from benchmarks.hazard_table import render
-
-        PAGE.write_text(render(json.loads(given.out.read_text())))
-        return 0
     import torch
 
     from benchmarks.hazard_programs import PROGRAMS

@@ -3,7 +3,6 @@ weights.
 
     python benchmarks/models.py                      # all, to benchmarks/results/models.json; some minutes
     python benchmarks/models.py --models "llama,gemma3_text,T5"    # these, in place of what was found of them before
-    python benchmarks/models.py --table              # writes docs/models.md from the results
 
 Training: seven steps with `graph_layers` and with the whole step as one graph, losses and weights compared with plain
 PyTorch, bit for bit. Decode: the greedy tokens and log-probabilities of `DecodeEngine`, compared with the model's own
@@ -24,9 +23,8 @@ import platform
 import re
 import subprocess
 import sys
-import textwrap
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,7 +33,6 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "models.json"
-PAGE = ROOT / "docs" / "models.md"
 WAYS = ("layers", "step", "decode")
 OTHER_WAYS = ("layers", "step", "layers in bf16", "step in bf16")
 _ALLOWED = 2e-3  # of log-probabilities, in fp32
@@ -209,79 +206,6 @@ def in_process(kind: str, ways: list[str]) -> dict[str, Any]:
         return {"model": kind, **{way: {"outcome": "raises", "detail": f"process ended: {said}"} for way in ways}}
 
 
-def _word(found: dict[str, Any] | None) -> str:
-    if found is None or found["outcome"] == "-":
-        return "-"
-    detail = " ".join(found.get("detail", "").replace("|", "\\|").split())
-    if found["outcome"] == "right":
-        if "wrapped" in found:
-            all_of_them = found["captured"] == found["wrapped"]
-            return "captured" if all_of_them else f"eager: {_cause(detail)}" if not found["captured"] else "in part"
-        attention = {"own": ", own attention"}.get(found["attention"], "")
-        return f"right{attention}" if found["captured"] else f"right, eager{attention}: {_cause(detail)}"
-    if found["outcome"] == "refused":
-        return "refused: " + _short(detail.partition("because ")[2].removesuffix(". Use model.generate"), 160)
-    return f"**{found['outcome']}** {_short(detail, 90)}"
-
-
-def _short(text: str, most: int) -> str:
-    return textwrap.shorten(text, most, placeholder=" ...")
-
-
-def _cause(detail: str) -> str:
-    """The first clause of a reason, without the operation that it is about and where that is."""
-    where, _, why = detail.partition(": ")
-    cause = (why if why and " at " in where else detail).partition(" at ")[0]
-    return _short(re.split(r" \(|, |; ", cause)[0], 80) or "not captured"
-
-
-def _rows(found: list[dict[str, Any]], ways: Sequence[str], headings: Sequence[str]) -> list[str]:
-    lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
-    for one in found:
-        where = f" ({one['environment'].partition(',')[0]})" if "environment" in one else ""
-        lines.append(f"| {one['model']}{where} | {' | '.join(_word(one.get(way)) for way in ways)} |")
-    return lines
-
-
-def table(results: dict[str, Any]) -> str:
-    """The page docs/models.md."""
-    causal = [one for one in results["models"] if not one.get("other")]
-    found, missing = [one for one in causal if "not_built" not in one], [one for one in causal if "not_built" in one]
-    others = [one for one in results["models"] if one.get("other") and "not_built" not in one]
-    counts = {way: sum(one.get(way, {}).get("outcome") == "right" for one in found) for way in WAYS}
-    refused = sum(one.get("decode", {}).get("outcome") == "refused" for one in found)
-    lines = [
-        "# Models",
-        "",
-        "How graphmod runs each causal LM of transformers, built small, with random weights, in fp32.",
-        "`python benchmarks/models.py` runs them; `python benchmarks/models.py --table` writes this page.",
-        "",
-        "- `graph_layers`, whole step: losses and weights of seven training steps, compared bit for bit with plain",
-        "  PyTorch. **captured**: run from graphs. **eager**: run eagerly, for the reason given; same numbers.",
-        "- decode: greedy tokens and log-probabilities of `DecodeEngine`, compared with the model's own forward over",
-        "  the whole text. **own attention**: the model's, over gathered keys and values, because no faster one can",
-        "  replace it. **refused**: when the engine is made, with the reason.",
-        "",
-        f"{results['environment']}. {len(found)} models; equal to plain PyTorch: {counts['layers']} with",
-        f"`graph_layers`, {counts['step']} as a whole step; decode: {counts['decode']} right, {refused} refused.",
-        "",
-        *_rows(found, WAYS, ("model", "`graph_layers`", "whole step", "decode")),
-        "",
-        f"Not built from a small config ({len(missing)}): {', '.join(one['model'] for one in missing)}.",
-        "",
-        "## Encoders, images, sound, diffusion",
-        "",
-        "In fp32, and under autocast to bf16. **in part**: some layers stay eager.",
-        "",
-        *_rows(
-            others,
-            OTHER_WAYS,
-            ("model", "`graph_layers`", "whole step", "`graph_layers`, bf16", "whole step, bf16"),
-        ),
-    ]
-    return "\n".join(lines) + "\n"
-
-
 def main() -> int:
     from causal_models import kinds
     from other_models import OTHERS
@@ -291,7 +215,6 @@ def main() -> int:
     parser.add_argument("--ways", help=f"of {', '.join(dict.fromkeys(WAYS + OTHER_WAYS))}, with commas; all without")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--table", action="store_true", help="only write docs/models.md from the results")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     every = dict.fromkeys(WAYS + OTHER_WAYS)
@@ -301,13 +224,6 @@ def main() -> int:
         parser.error(f"--ways: {', '.join(unknown)} is none of {', '.join(every)}")
     if options.one:
         print(json.dumps(one_model(options.one, chosen_ways)))
-        return 0
-    if options.table:
-        try:
-            PAGE.write_text(table(json.loads(options.out.read_text())))
-        except OSError as error:
-            print(f"error: no results to show: {error}; run python benchmarks/models.py", file=sys.stderr)
-            return 2
         return 0
     import transformers
 

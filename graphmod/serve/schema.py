@@ -2,7 +2,7 @@
 
 Nothing that was said is dropped without a word. A refused field is taken with values that ask for nothing; null is the
 same as leaving a field out; one that is in no list here is refused with the name of the one most like it.
-`docs/make_fields.py` writes these lists into docs/serve.md.
+`docs/fields.py` makes the tables of docs/fields.md from these lists.
 """
 
 from __future__ import annotations

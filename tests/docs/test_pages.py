@@ -1,9 +1,8 @@
-"""The pages: generated parts are up to date, links lead somewhere, commands compose, code runs."""
+"""The pages: links lead somewhere, commands compose, code runs."""
 
 import itertools
 import re
 import shlex
-from importlib import util
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks import tables
 from graphmod.cli.app import TRAIN
 from graphmod.cli.generate import GENERATE
 from graphmod.cli.main import COMMANDS
@@ -20,13 +20,6 @@ from tests.support.settings import ROOT, typed
 
 README = ROOT / "README.md"
 PAGES = sorted([README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
-
-
-def load(path):
-    spec = util.spec_from_file_location(path.stem, path)
-    module = util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def name_of(path):
@@ -56,29 +49,11 @@ def test_the_readme_is_short_and_its_first_screen_says_how_to_start():
 
 
 def test_the_readme_counts_models_as_their_page_does():
-    page = " ".join((ROOT / "docs" / "models.md").read_text().split())
-    total, right, refused = map(int, re.search(r"(\d+) models;.*?decode: (\d+) right, (\d+) refused", page).groups())
+    counts = tables.model_counts(tables.read("models"))
+    total, right, refused = map(int, re.search(r"(\d+) models;.*?decode: (\d+) right, (\d+) refused", counts).groups())
     others = total - right - refused
     said = f"Of {total} causal LMs of transformers, {right} decode correctly, {refused} are refused with a reason"
     assert said + (f", and {others} raise an error" if others else "") in " ".join(README.read_text().split())
-
-
-@pytest.mark.parametrize("script", ["table", "decode_table", "megatron_table", "loops_table", "parallel_table"])
-def test_generated_tables_show_the_results(script):
-    assert load(ROOT / "benchmarks" / f"{script}.py").main(["--check"]) == 0
-
-
-def test_the_api_page_is_up_to_date():
-    assert load(ROOT / "docs" / "make_api.py").main(["--check"]) == 0
-
-
-def test_a_stale_api_page_is_noticed_and_written_anew(tmp_path, monkeypatch):
-    script = load(ROOT / "docs" / "make_api.py")
-    monkeypatch.setattr(script, "PAGE", tmp_path / "api.md")
-    assert script.main(["--check"]) == 1
-    assert script.main([]) == 0 and script.main(["--check"]) == 0
-    text = (tmp_path / "api.md").read_text()
-    assert "### `graphmod.graph_layers`" in text and "- `patterns`" not in text and "layers.*.mlp" in text
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)

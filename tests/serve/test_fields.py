@@ -2,20 +2,14 @@
 
 import json
 import typing
-from importlib import util
 
 import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
+from docs.fields import known_fields
 from graphmod.serve.schema import ChatRequest, CompletionRequest
 from tests.support.served import Served, chat_model, tokenizer
-from tests.support.settings import ROOT
-
-_spec = util.spec_from_file_location("make_fields", ROOT / "docs" / "make_fields.py")
-page_of_fields = util.module_from_spec(_spec)
-_spec.loader.exec_module(page_of_fields)
-known_fields = page_of_fields.known_fields
 
 KINDS = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
 # Of vLLM's requests: those that OpenAI's API does not have.
@@ -137,11 +131,6 @@ def served():
     words.chat_template = TEMPLATE
     with Served(chat_model(), words, max_batch_size=4) as one:
         yield one
-
-
-def test_the_tables_of_the_page_are_those_of_the_server():
-    text = page_of_fields.PAGE.read_text()
-    assert page_of_fields.page(text) == text, "python docs/make_fields.py"
 
 
 @pytest.mark.parametrize("path", KINDS)

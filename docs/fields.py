@@ -1,21 +1,12 @@
-"""Writes the fields of requests into docs/serve.md, from the lists that the server goes by (pip install -e '.[serve]').
-
-python docs/make_fields.py            # writes the tables
-python docs/make_fields.py --check    # exit status 1 if they are not up to date
-"""
+"""The fields of requests as tables, from the lists that the server goes by; `make docs` puts them into a page."""
 
 import json
-import re
-import sys
 import typing
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from graphmod.serve.schema import ChatRequest, CompletionRequest, Object
 
-PAGE = Path(__file__).resolve().parent / "serve.md"
-BEGIN, END = "<!-- fields -->", "<!-- end fields -->"
 # What is in fields that are refused or ignored with all that they hold.
 WITHIN = {
     "audio": "format voice voice.id",
@@ -108,15 +99,3 @@ def tables() -> str:
         taken = ", ".join(f"`{value}`" for value in one.said)
         lines.append(f"| `{one.path}`{f' with {within}' if within else ''} | {kind} | {taken} |")
     return "\n".join(lines)
-
-
-def page(text: str) -> str:
-    """The page with the tables in it."""
-    return re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n\n{tables()}\n\n{END}", text, flags=re.S)
-
-
-if __name__ == "__main__":
-    before = PAGE.read_text(encoding="utf-8")
-    if "--check" in sys.argv[1:]:
-        sys.exit(0 if page(before) == before else "docs/serve.md is not up to date: python docs/make_fields.py")
-    PAGE.write_text(page(before), encoding="utf-8")
