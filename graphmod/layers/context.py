@@ -119,7 +119,7 @@ class LayerContext(Context):
     def results(self, graph: Any, leaves: list[Tensor], random_state: Any) -> Any:
         outputs: tuple[Tensor, ...] = ()
         if graph.results.with_grad:
-            ticket = Ticket(graph.tape.arena, graph, random_state)
+            ticket = Ticket(graph, random_state)
             inputs = [leaves[i] for i in graph.differentiable]
             through = graph.through_autograd
             if graph.in_turn:

@@ -40,7 +40,7 @@ from graphmod.step.context import Context
 from graphmod.step.entry import Entry
 from graphmod.step.gradients import GradientBuffer, Whole, is_split, part
 from graphmod.step.graph import StepGraph
-from graphmod.step.group import Arena, Tape
+from graphmod.step.group import Tape
 from graphmod.step.recording import Recording
 from graphmod.torch_private import (
     current_backward,
@@ -254,20 +254,19 @@ class Ticket:
 
     __slots__ = (
         "__weakref__", "arena", "before", "done", "finished", "graph", "node", "of_witness", "passed", "random_state",
-        "versions", "weights",
+        "versions",
     )  # fmt: skip
 
-    def __init__(self, arena: Arena, graph: LayerGraph, random_state: Any) -> None:
-        self.arena, self.graph, self.random_state = arena, graph, random_state
-        self.passed = arena.passes
+    def __init__(self, graph: LayerGraph, random_state: Any) -> None:
+        self.graph, self.random_state, self.arena = graph, random_state, graph.tape.arena
+        self.passed = self.arena.passes
         self.done = self.finished = False
         self.before = graph.before
-        self.weights = graph.parameters
         self.versions = list(map(_version, graph.parameters))
         self.of_witness: Any = None
         self.node: Any = None  # weak: the autograd node that holds this ticket
         graph.ticket = weakref.ref(self)
-        arena.in_flight += 1
+        self.arena.in_flight += 1
 
     def finish(self) -> None:
         if not self.finished:
@@ -280,9 +279,10 @@ class Ticket:
 
     def changed(self) -> list[Any]:
         """The parameters that were changed in place since the forward."""
-        if list(map(_version, self.weights)) == self.versions:
+        weights = self.graph.parameters
+        if list(map(_version, weights)) == self.versions:
             return []
-        return [p for p, version in zip(self.weights, self.versions, strict=True) if p._version != version]
+        return [p for p, version in zip(weights, self.versions, strict=True) if p._version != version]
 
     @property
     def current(self) -> bool:

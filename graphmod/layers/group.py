@@ -91,7 +91,7 @@ class LayerGroup(Group):
     def expects_fresh_grads(self) -> bool | None:
         return None if self.facts is None else self._learned.get(self.facts, self.facts[0])
 
-    def first_backward(self, _: Any = None) -> None:
+    def first_backward(self) -> None:
         """Called as each backward begins; the first of a pass tells what the gradients really were."""
         probe = self._probe()
         if self.facts is not None and probe is not None:

@@ -26,7 +26,7 @@ from graphmod.layers.group import LayerGroup
 from graphmod.ranks.data_parallel import take_over
 from graphmod.torch_private import is_compiled
 from graphmod.wrap.module import CUDAGraphModule
-from graphmod.wrap.target import MARK, Body, Mark, Target, body_of
+from graphmod.wrap.target import MARK, Body, Mark, Target, body_of, set_forward
 
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # they only hold
 
@@ -151,9 +151,7 @@ def ungraph(model: nn.Module) -> nn.Module:
             continue
         mark.graphed.retire()
         if module.__dict__.get("forward") == mark.graphed._run:  # else somebody assigned another since
-            del module.__dict__["forward"]
-            if mark.forward is not None:
-                module.__dict__["forward"] = mark.forward
+            set_forward(module, mark.forward)
         del module.__dict__[MARK]
     for hook in model.__dict__.pop(f"{MARK}_hooks", ()):
         hook.remove()
@@ -166,10 +164,7 @@ def without_graphs(modules: Iterable[nn.Module]) -> Iterator[None]:
     wrapped = [(module, module.__dict__[MARK]) for module in modules if MARK in module.__dict__]
     wrapped = [(module, mark) for module, mark in wrapped if module.__dict__.get("forward") == mark.graphed._run]
     for module, mark in wrapped:
-        if mark.forward is None:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = mark.forward
+        set_forward(module, mark.forward)
     try:
         yield
     finally:

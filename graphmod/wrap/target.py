@@ -75,10 +75,15 @@ def in_place_of_forward(module: nn.Module, run: Callable) -> Iterator[None]:
     try:
         yield
     finally:
-        if before is None:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = before
+        set_forward(module, before)
+
+
+def set_forward(module: nn.Module, forward: Any) -> None:
+    """Gives a module its own `forward`, or its class's where that is None."""
+    if forward is None:
+        del module.__dict__["forward"]
+    else:
+        module.__dict__["forward"] = forward
 
 
 class Mark:
