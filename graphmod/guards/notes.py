@@ -133,10 +133,11 @@ class Chance:
             recorder.refuse(method, METHODS[method])
         if isinstance(value, (types.BuiltinMethodType, types.MethodType)):
             value = value.__self__
-        if recorder is not None and _is_generator(value):
-            recorder.note_generator(value)
-        elif _is_generator(value) and identity(value) not in self._of_torch:
-            self._of_torch[identity(value)] = (value, value.get_state(), where)
+        if _is_generator(value):
+            if recorder is not None and (self.draws is not None or not recorder.watching):
+                recorder.note_generator(value)
+            elif identity(value) not in self._of_torch:  # no graph of a backward draws from it
+                self._of_torch[identity(value)] = (value, value.get_state(), where)
         if not is_random(value):
             return
         known = self._states.get(identity(value))
@@ -161,8 +162,8 @@ class Chance:
         return None if self._of_system is None else ("os", self._of_system)
 
     def moved(self) -> tuple | None:
-        """The code and line that used one of torch's generators first which has moved, where no recorder follows it;
-        None where none has. The default ones are every capture's own."""
+        """The code and line of a backward that used one of torch's generators first which has moved; None where none
+        has. The default ones are every capture's own."""
         default = (torch.default_generator, *torch.cuda.default_generators)
         for value, before, where in self._of_torch.values():
             if not any(value is one for one in default) and not torch.equal(value.get_state(), before):

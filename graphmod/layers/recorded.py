@@ -39,6 +39,7 @@ from graphmod.step.context import Context
 from graphmod.step.entry import Entry
 from graphmod.step.recording import Recording
 from graphmod.torch_private import top_saved_tensors_hooks
+from graphmod.trace.hazards import Hazard
 from graphmod.trace.untraced import identity
 
 DIFFERENTIATED_AGAIN = (
@@ -151,7 +152,7 @@ class BackwardOfCall:
     def __init__(
         self,
         call: Call,
-        outputs: Iterable[Tensor],
+        outputs: Sequence[Tensor],
         finish: Callable[[BackwardOfCall], None],
         functions: Functions = (),
     ) -> None:
@@ -167,6 +168,7 @@ class BackwardOfCall:
         self.hooked: set[int] = set()
         self._finish = finish
         self._handles: list[Any] = []
+        self.gpu = next((tensor.get_device() for tensor in outputs if tensor.is_cuda), None)
         nodes, accumulators = _nodes_of(call, outputs)
         made = [tensor for tensor in outputs if tensor.grad_fn in nodes]
         self.given = [False] * len(made)
@@ -227,6 +229,9 @@ class BackwardOfCall:
         guards = Guards(notes)
         if guards:
             self.guards.append(guards)
+
+    def cannot_repeat(self, hazards: list[Hazard]) -> None:
+        self.refused += map(str, hazards)
 
     def nested(self, frame: FrameType) -> None:
         caller = frame.f_back or frame

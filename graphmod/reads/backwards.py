@@ -21,8 +21,11 @@ from graphmod.guards.notes import Notes
 from graphmod.reads import events
 from graphmod.reads.frames import NOT_TOLD, Frames
 from graphmod.torch_private import beside_dynamo, current_backward, current_node, queue_callback
+from graphmod.trace import dispatch
 from graphmod.trace.garbage import Ages
+from graphmod.trace.hazards import Hazard
 from graphmod.trace.lines import CORE
+from graphmod.trace.recorder import Recorder
 from graphmod.trace.undo import let_through
 from graphmod.trace.untraced import identity
 
@@ -37,17 +40,22 @@ class Watched(Protocol):
         over: whether its backward has come.
         around: the code that gives its nodes what they saved, where somebody around the call keeps that: a checkpoint,
             which runs more again than the call.
+        gpu: index of the GPU that it works on; None on the CPU.
     """
 
     beside: bool
     over: bool
     around: types.CodeType | None
+    gpu: int | None
 
     def enter(self) -> None:
         """Takes in that its backward runs Python that is of interest."""
 
     def take(self, notes: Notes) -> None:
         """Takes in what a part of its backward read, when that part has just run."""
+
+    def cannot_repeat(self, hazards: list[Hazard]) -> None:
+        """Takes in what a function of its backward that has run did, and no graph can repeat."""
 
     def nested(self, frame: types.FrameType) -> None:
         """Takes in that its backward runs another one."""
@@ -105,6 +113,8 @@ class _Watch(Frames):
         self.calls: dict[int, Watched] = {}
         self._call: Watched | None = None  # whose part runs
         self._other: types.FrameType | None = None  # which is no part of any
+        self._function: types.FrameType | None = None  # of it, whose operations are recorded
+        self._recorder = Recorder()
         self._thread = threading.get_ident()
         self._stopping = False
 
@@ -142,6 +152,8 @@ class _Watch(Frames):
 
     def _stop(self) -> None:
         try:
+            if self.is_of_this_thread():
+                self._end_function()
             self._leave()
         finally:
             if self.is_of_this_thread():
@@ -183,12 +195,18 @@ class _Watch(Frames):
         told = super()._entered(frame)
         if isinstance(told, dict):
             self._call.enter()
+        if from_engine and self._function is None and dispatch.current() is None:
+            self._function, self._recorder = frame, Recorder(gpu=self._call.gpu, in_backward=True)
+            self._recorder.__enter__()
+            return told if isinstance(told, dict) else events.END
         return told
 
     @beside_dynamo
     def left(self, frame: types.FrameType) -> None:
         if frame is self._other:
             self._other = None
+        if frame is self._function:
+            self._end_function()
         super().left(frame)
 
     # -- parts ---------------------------------------------------------------------------------------------------
@@ -197,6 +215,14 @@ class _Watch(Frames):
         node = current_node()
         call = None if node is None else _metadata(node).get(_MARK)
         return None if call is None or call.over or call.beside else call
+
+    def _end_function(self) -> None:
+        """A function that the engine called has run."""
+        if self._function is not None:
+            self._function = None
+            self._recorder.__exit__(None, None, None)
+            if self._call is not None and self._recorder.hazards:
+                self._call.cannot_repeat(self._recorder.hazards)
 
     def _come_to(self, call: Watched) -> None:
         self.calls[id(call)] = self._call = call

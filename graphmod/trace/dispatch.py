@@ -314,15 +314,16 @@ class _View:
 
 
 class _Showing(_View):
-    def __init__(self, recorder: Sees, keyed: bool) -> None:
-        self._recorder, self._keyed = recorder, keyed
+    def __init__(self, recorder: Sees, keyed: bool, in_backward: bool = False) -> None:
+        self._recorder, self._keyed, self._in_backward = recorder, keyed, in_backward
 
     def _change(self) -> None:
         _at_work.append(self._recorder)
-        _of_thread.recorder = self._recorder
+        if not self._in_backward:  # of which autograd takes the key away, whatever becomes of it
+            _of_thread.recorder = self._recorder
         if self._keyed:
             include_key(_KEY, True)
-        else:
+        elif not self._in_backward:
             Mode(self._recorder).__enter__()
 
     def __exit__(self, *_: object) -> None:
@@ -331,8 +332,15 @@ class _Showing(_View):
             _at_work.remove(self._recorder)
 
 
-def shown_to(recorder: Watcher, given: Iterable[Tensor] = ()) -> AbstractContextManager[None]:
-    """Shows `recorder` each operation of this thread, which works on tensors `given`, and of its backwards."""
+def shown_to(
+    recorder: Watcher, given: Iterable[Tensor] = (), in_backward: bool = False
+) -> AbstractContextManager[None]:
+    """Shows `recorder` each operation of this thread, which works on tensors `given`, and of its backwards.
+
+    Args:
+        in_backward: it is for one function that autograd calls, which may end without a word; under a mode, nothing is
+            shown of it.
+    """
     keyed = has_key() and (_BELOW_MODES or not dispatch_modes())
     if keyed and not _BELOW_MODES:
         if _of_ranks() and torch.distributed.is_initialized():
@@ -341,7 +349,7 @@ def shown_to(recorder: Watcher, given: Iterable[Tensor] = ()) -> AbstractContext
         keyed = all(isinstance(tensor, _of_ranks()) for tensor in strange)
     if keyed:
         _pass_over_higher_order_operators()
-    return _Showing(recorder, keyed)
+    return _Showing(recorder, keyed, in_backward)
 
 
 class hidden(_View):

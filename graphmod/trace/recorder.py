@@ -323,6 +323,7 @@ class Recorder:
         before_collective: called with `(op, args, kwargs)` before each operation that other processes take part in;
             what it raises ends the call.
         host_draws: is told what is drawn on the host, by operations; None where nobody follows what becomes of it.
+        in_backward: see `dispatch.shown_to`.
     """
 
     watching = True
@@ -335,8 +336,9 @@ class Recorder:
         generators: Iterable[torch.Generator] = (),
         before_collective: Callable[..., None] | None = None,
         host_draws: HostDraws | None = None,
+        in_backward: bool = False,
     ) -> None:
-        self._given = list(inputs)
+        self._given, self._in_backward = list(inputs), in_backward
         self._inputs = {address(tensor) for tensor in self._given} - {0}  # nothing lies there
         self.on_gpu, self._gpu, self._index = gpu is not None, gpu, -1 if gpu is None else gpu
         self._generators, self._before_collective = generators, before_collective
@@ -375,7 +377,7 @@ class Recorder:
             asking(self, self._undo)
             if self.watching or not self.on_gpu:  # a GPU that captures does not tell
                 self._draws = Draws(self._gpu, list(self._generators))
-            self._undo.enter(dispatch.shown_to(self, self._given))
+            self._undo.enter(dispatch.shown_to(self, self._given, self._in_backward))
             self._undo.then(lambda _: compiled.leave(depth))
         except BaseException:
             self._undo.run()

@@ -3,6 +3,7 @@ combinations, and gives eager's numbers, call for call, whether its graph serves
 
 import collections
 import itertools
+import logging
 import random
 import types
 
@@ -245,3 +246,73 @@ def test_a_backward_that_changes_python_state_is_refused_before_its_capture(chan
     assert call.stats.captures == 0
     assert call.last_failure
     assert "its backward could not be captured" in caplog.text or place == "InPacked"
+
+
+# -- what is read of gradients on the host -----------------------------------------------------------------------------
+def reads_a_number(grad):
+    return grad * (1.0 + grad.sum().item())
+
+
+def branches(grad):
+    return grad * 2 if grad.abs().sum() > 4 else grad * 3
+
+
+def reads_with_numpy(grad):
+    return grad * float(grad.detach().numpy().sum())
+
+
+def finds_places(grad):
+    return grad * (1.0 + len(grad.nonzero()))
+
+
+HOST_READS = {one.__name__: one for one in (reads_a_number, branches, reads_with_numpy, finds_places)}
+program = logging.getLogger("program")
+
+
+class ByGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, read):
+        ctx.read = read
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.read(grad), None
+
+
+class GradientInFunction(Base):
+    def forward(self, x):
+        return self.last(ByGradient.apply(self.first(x), self.look))
+
+
+class GradientInHook(Base):
+    def forward(self, x):
+        y = self.first(x)
+        y.register_hook(self.look)
+        return self.last(y)
+
+
+class GradientInModuleHook(Base):
+    def __init__(self, state, look):
+        super().__init__(state, look)
+        self.last.register_full_backward_hook(lambda _, given, got: (look(given[0]),))
+
+    def forward(self, x):
+        return self.last(self.first(x))
+
+
+@pytest.mark.parametrize("place", [GradientInFunction, GradientInHook, GradientInModuleHook])
+@pytest.mark.parametrize("read", HOST_READS)
+def test_a_backward_that_reads_a_gradient_on_the_host_is_refused_before_its_capture(read, place, caplog):
+    caplog.set_level(logging.INFO)
+
+    def look(grad):
+        program.info("reads")
+        return HOST_READS[read](grad)
+
+    eager, _ = play(place, look, None, "", lambda model: model)
+    graphed, call = play(place, look, None, "", whole)
+    assert_same(eager, graphed)
+    assert call.stats.captures == 0
+    assert len([one for one in caplog.records if one.name == "program"]) == 2 * STEPS  # in no capture
+    assert f"in {read} (in the backward pass)" in call.last_failure
