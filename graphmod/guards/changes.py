@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.guards.notes import Note, Notes, geometry
-from graphmod.guards.values import MISSING, Cached, Cell, content, describe, is_plain, same_content
+from graphmod.guards.values import MISSING, Cached, Cell, content, describe, is_plain, kind_of, same_content
 from graphmod.trace.recorder import Recorder
 
 NOT_REPLAYED = "which a replay would not do"
@@ -152,7 +152,7 @@ def all_changes(notes: Notes) -> Iterator[Change]:
     for value, items, where in notes.contents.values():
         if id(value) not in replaced and id(value) not in told and not same_content(items, content(value)):
             keeper = kept_by.get(id(value))
-            effect = f"changes the items of a {type(value).__name__}{_of(keeper)} as it runs"
+            effect = f"changes the items of a {kind_of(value)}{_of(keeper)} as it runs"
             yield Change(effect, lines_of(where), against_change(value, None, items, keeper), id(value))
         elif isinstance(value, Cached) and (kept := value.came_to_hold()):
             effect = f"is the first to call {value.function!r}, which keeps its result (one {type(kept[0]).__name__})"

@@ -33,6 +33,7 @@ from graphmod.guards.values import (
     get,
     is_plain,
     is_shown,
+    kind_of,
     same,
     same_content,
 )
@@ -150,7 +151,7 @@ class Contents:
                     return (
                         f"{name} is another {type(was).__name__} than when it was recorded (read at {line_of(where)})"
                     )
-        return f"the items of a {type(value).__name__} are others than when it was recorded (read at {line_of(where)})"
+        return f"the items of a {kind_of(value)} are others than when it was recorded (read at {line_of(where)})"
 
     def restore(self) -> None:
         """Gives the containers the items that they had."""

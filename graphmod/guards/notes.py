@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import gc
 import random
 import sys
@@ -12,19 +11,23 @@ from collections.abc import Callable, ItemsView, KeysView, ValuesView
 from functools import partial
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
 from graphmod.guards.compiled import CompiledFrame, is_arithmetic
 from graphmod.guards.values import (
+    BUFFERS,
     CODE,
     CONTAINERS,
     HELD_BY_MODULE,
+    HELD_IN,
     INERT,
     MISSING,
     OBJECT,
     OTHER,
     UNKNOWN,
+    Answer,
     Cached,
     Cell,
     Fields,
@@ -72,11 +75,12 @@ _OF_C = (types.MethodDescriptorType, types.WrapperDescriptorType)
 _BOUND = frozenset(map(identity, (types.BuiltinMethodType, types.MethodType)))
 _ITEM = object()  # tells notes on items from those on attributes
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
+_OF_FORM = {"dtype", "flags", "format", "itemsize", "nbytes", "ndim", "shape", "size", "strides"}  # and no content
 _MOST_CACHED = 256
 DEEP = 6  # how far attributes of attributes are followed, where code in C may read any of them
 
 
-_FOLLOWED = (*CONTAINERS, partial, types.SimpleNamespace, types.BuiltinMethodType, array.array, bytearray)
+_FOLLOWED = (*CONTAINERS, partial, types.SimpleNamespace, types.BuiltinMethodType, *BUFFERS)
 _DEPTH, _MOST_INSIDE = 32, 4096  # how far, and into how many items, containers in containers are followed
 
 
@@ -361,7 +365,7 @@ class Notes:
         self._walked: dict[int, nn.Module] = {}
         self._in_classes: dict[tuple[int, str], Place | None] = {}
         self._kinds: dict[int, type] = {}  # kept, so that their identities stay theirs
-        self._in_c: dict[int, OpaqueModule | Cached] = {}
+        self._in_c: dict[int, OpaqueModule | Cached | Answer] = {}
         self._place: tuple[tuple, tuple] = (), ()  # the last `where`, and what `here` gave for it
         self._functions: dict[int, types.FunctionType] = {}
         self._first: dict[tuple[int, Any], Note] = {}  # notes by identity of the container, and key
@@ -462,7 +466,11 @@ class Notes:
         if len(cached.content()) <= _MOST_CACHED:
             self.look_inside(cached)
 
-    def _held_by(self, value: Any, view: type) -> Any:
+    def asked(self, owner: Any, of: str, ask: Callable[[], Any]) -> None:
+        """Takes in that code asks something of an object, which only a function in C can tell."""
+        self.look_inside(self._held_by(owner, lambda _: Answer(of, ask)))
+
+    def _held_by(self, value: Any, view: Callable[[Any], Any]) -> Any:
         """A view of what an object holds in C, always the same one."""
         if identity(value) not in self._in_c:
             self._in_c[identity(value)] = self.belongs(view(value), value)
@@ -527,6 +535,8 @@ class Notes:
             value = of_c(owner, name)
             if isinstance(owner, tuple):  # of whose fields each is an item
                 self._in_tuple(owner, value)
+            elif isinstance(owner, (numpy.ndarray, *BUFFERS)) and name not in _OF_FORM:
+                self.look_inside(owner)
             return value
         if place.shared is not None:
             return self._of_class(owner, name, place)
@@ -764,7 +774,7 @@ class Notes:
         if sort == OBJECT:
             self._kind(value)
             return
-        if isinstance(value, types.BuiltinMethodType) and isinstance(value.__self__, CONTAINERS):
+        if isinstance(value, types.BuiltinMethodType) and isinstance(value.__self__, HELD_IN):
             value = self.belongs(value.__self__, value)
         elif hasattr(type(value), "mapping") and isinstance(value, (KeysView, ValuesView, ItemsView)):
             # The dict itself, which `mapping` would wrap anew each time.

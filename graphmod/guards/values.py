@@ -4,11 +4,13 @@ is inside values that can change; when two are the same to code that reads them.
 
 import array
 import contextvars
+import ctypes
 import datetime
 import decimal
 import functools
 import gc
 import io
+import mmap
 import pathlib
 import queue
 import random
@@ -300,6 +302,8 @@ _SEQUENCES = (list, tuple, deque)
 _SETS = (set, frozenset)
 _MAPPINGS = (dict, types.MappingProxyType)
 CONTAINERS = (*_SEQUENCES, *_SETS, *_MAPPINGS)
+BUFFERS = (array.array, bytearray, memoryview, mmap.mmap, *ctypes.Structure.__bases__)
+"""Kinds of values that show memory as bytes, whoever else writes there."""
 _MOST_BYTES, _MOST_DIGESTED = 2**20, 2**26  # of an array: kept for comparing, and looked through, at each call
 _DEPTH = 6
 
@@ -358,6 +362,25 @@ class Cached:
         return [one for one in held if type(one).__name__ != "_lru_list_elem"]
 
 
+class Answer:
+    """What a function in C tells of what it alone can see, such as whether a lock is taken: asked again to compare.
+
+    Args:
+        of: what it is asked about, in words.
+    """
+
+    def __init__(self, of: str, ask: Callable[[], Any]) -> None:
+        self.of, self._ask = of, ask
+
+    def content(self) -> tuple:
+        return (self._ask(),)
+
+
+def kind_of(value: Any) -> str:
+    """The kind of a container, in words."""
+    return value.of if isinstance(value, Answer) else type(value).__name__
+
+
 def is_plain(value: Any) -> bool:
     """Whether a value counts by what it is."""
     return _counts_by_value(type(value))
@@ -394,9 +417,18 @@ def _draws(kind: type) -> bool:
     return issubclass(kind, random.Random) or not _OF_NUMPY.isdisjoint(of_numpy)
 
 
-_HELD_IN = (
-    *(OpaqueModule, Cached, *CONTAINERS, types.SimpleNamespace, contextvars.ContextVar, weakref.ref, functools.partial),
-    *(array.array, bytearray, queue.SimpleQueue, numpy.ndarray),
+HELD_IN = (
+    *(
+        OpaqueModule,
+        Cached,
+        Answer,
+        *CONTAINERS,
+        types.SimpleNamespace,
+        contextvars.ContextVar,
+        weakref.ref,
+        functools.partial,
+    ),
+    *(*BUFFERS, queue.SimpleQueue, numpy.ndarray),
 )
 """Kinds of values that `content` finds something in."""
 
@@ -411,7 +443,7 @@ def content(value: Any) -> tuple | None:
 
     What only counts while the call runs, the state of a random generator, `Chance` compares.
     """
-    if isinstance(value, (OpaqueModule, Cached)):
+    if isinstance(value, (OpaqueModule, Cached, Answer)):
         return value.content()
     if isinstance(value, _MAPPINGS):
         # An OrderedDict has an order of its own, which the dict that it is does not know.
@@ -429,10 +461,10 @@ def content(value: Any) -> tuple | None:
         return (value() is not None,)  # what it names stays the same until it is gone, and is not to be kept alive
     if isinstance(value, functools.partial):
         return (value.func, *value.args, *value.keywords, *value.keywords.values())
-    if isinstance(value, (array.array, bytearray)):
-        return (bytes(value),)
     if isinstance(value, queue.SimpleQueue):
         return (value.qsize(),)
+    if isinstance(value, BUFFERS):
+        value = numpy.frombuffer(value, numpy.uint8)
     if isinstance(value, numpy.ndarray):
         if value.dtype.hasobject:
             return tuple(value.ravel().tolist())
@@ -469,7 +501,7 @@ def sort_of(kind: type) -> int:
         return OTHER
     if issubclass(kind, (*PLAIN, *_NAMED)):
         return INERT
-    several = issubclass(kind, (*_HELD_IN, *_LEADING, numpy.generic))
+    several = issubclass(kind, (*HELD_IN, *_LEADING, numpy.generic))
     # What stands for another object says that it is of the class of that.
     stands = kind.__getattribute__ is not object.__getattribute__ or any(
         "__class__" in vars(one) for one in kind.__mro__[:-1]

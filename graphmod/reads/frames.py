@@ -52,7 +52,7 @@ _NOT_OF_STDLIB = tuple(
     for part in (
         *("abc.py", "ast.py", "codecs.py", "contextlib.py", "dis.py", "encodings/", "enum.py", "functools.py"),
         *("importlib/", "inspect.py", "linecache.py", "locale.py", "logging/", "re/", "string.py", "sysconfig.py"),
-        *("textwrap.py", "tokenize.py", "traceback.py", "typing.py", "unittest/", "warnings.py", "multiprocessing/"),
+        *("textwrap.py", "tokenize.py", "traceback.py", "typing.py", "unittest/", "warnings.py"),
         *("asyncio/", "gettext.py"),
     )
 )

@@ -7,14 +7,19 @@ What functions in C read of their arguments is in `_in_c`.
 
 from __future__ import annotations
 
+import abc
 import dis
 import functools
 import gc
+import itertools
 import operator
 import os
 import random
+import re
 import sys
+import threading
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
@@ -34,6 +39,7 @@ from graphmod.guards.values import (
     Fields,
     content,
     is_made_by_code,
+    is_of_library,
     is_plain,
     sort_of,
 )
@@ -391,11 +397,26 @@ def _dict_of(reading: Reading, function: Any, given: list) -> None:
 
 def _attributes_named(reading: Reading, function: Any, given: list) -> None:
     for name in function.__reduce__()[1]:
-        value = given[0]
-        for part in name.split("."):
-            value = reading._notes.attribute(value, part)
-            if value is CODE or value is UNKNOWN or value is MISSING:
-                break
+        _go_along(reading, given[0], [(".", part) for part in name.split(".")])
+
+
+def _go_along(reading: Reading, value: Any, path: list[tuple[str, str]]) -> None:
+    """Takes in that code in C goes from a value by way of attributes (".") and items ("[") to another."""
+    for sign, name in path:
+        key = int(name) if sign == "[" and name.isdecimal() else name
+        value = reading.attribute_of(value, name) if sign == "." else reading._item(value, key)
+        if value is CODE or value is UNKNOWN or value is MISSING:
+            break
+
+
+def _formatted(reading: Reading, function: Any, given: list) -> None:
+    """`"{0.scale}".format(config)`: which of its arguments a field names does not matter."""
+    text, *values = given
+    if function is str.format_map:
+        values = [value for one in values if isinstance(one, dict) for value in dict.values(one)]
+    for field in _FIELDS.findall(text):
+        for value in values:
+            _go_along(reading, value, _PARTS.findall(field))
 
 
 def _method_named(reading: Reading, function: Any, given: list) -> None:
@@ -416,6 +437,29 @@ def _of_system(reading: Reading, function: Any, given: list) -> None:
     reading._notes.chance.ask_system(reading._notes.here())
 
 
+def _kind_asked(reading: Reading, function: Any, given: list) -> None:
+    """Classes may be registered with an abstract one."""
+    for kind in given[1] if isinstance(given[1], tuple) else given[1:2]:
+        if type(kind) is abc.ABCMeta and not is_of_library(kind):
+            reading._notes.asked(kind, f"registry of {kind.__name__}", functools.partial(_registered, kind))
+
+
+def _registered(kind: abc.ABCMeta) -> list[Any]:
+    """The classes that are registered with an abstract one, or with those below it."""
+    # pyrefly: ignore[missing-attribute] -- typeshed leaves it out
+    own = [known() for known in abc._get_dump(kind)[0]]
+    below = [_registered(one) for one in type.__subclasses__(kind) if type(one) is abc.ABCMeta]
+    return sorted(itertools.chain(own, *below), key=identity)
+
+
+def _is_locked(reading: Reading, function: Any, given: list) -> None:
+    reading._notes.asked(given[0], "lock", given[0].locked)
+
+
+def _warns(reading: Reading, function: Any, given: list) -> None:
+    reading.use(warnings.filters)  # which may make an error of it
+
+
 def _names_of(reading: Reading, function: Any, given: list) -> None:
     reading._notes.all_attributes(given[0])
 
@@ -427,12 +471,17 @@ def _mapped(reading: Reading, function: Any, given: list) -> None:
             reading.called(given[0], list(row))
 
 
+_FIELDS, _PARTS = re.compile(r"\{([^{}!:]+)"), re.compile(r"([.\[])([^.\[\]]+)")
 _BY_NAME = (getattr, hasattr, setattr, delattr, object.__getattribute__, object.__setattr__, object.__delattr__)
 _in_c: dict[int, Callable] = {  # by identity of the function
     **{identity(one): _attribute for one in (*_BY_NAME, type.__getattribute__)},
     identity(vars): _dict_of,
     identity(map): _mapped,
     identity(dir): _names_of,
+    **{identity(one): _kind_asked for one in (isinstance, issubclass)},
+    identity(type(threading.Lock()).locked): _is_locked,
+    identity(warnings.warn): _warns,
+    **{identity(one): _formatted for one in (str.format, str.format_map)},
     identity(float): _number,
     identity(torch.Tensor.item): _number,
     **{identity(getattr(os, name)): _of_system for name in ("urandom", "getrandom") if hasattr(os, name)},

@@ -1,15 +1,21 @@
 """Python reads the same number in many ways: whichever it is, a change is noticed, and looking changes nothing."""
 
+import abc
+import array
 import collections
 import copy
+import ctypes
 import enum
 import functools
+import mmap
+import multiprocessing
 import operator
 import signal
 import sys
 import threading
 import time
 import types
+import warnings
 import weakref
 
 import numpy as np
@@ -195,6 +201,107 @@ def array_of_numpy_copied():
 
 
 @way
+def field_of_a_format():
+    one = types.SimpleNamespace(inner=types.SimpleNamespace(scale=0.5))
+    return lambda x: x * float(f"{one.inner.scale}"), lambda: setattr(one.inner, "scale", 3.0)
+
+
+@way
+def named_field_of_a_format():
+    one = type("Kind", (), {})()
+    one.scale = 0.5
+    text = "{one.scale}"  # which is no literal
+    return lambda x: x * float(text.format(one=one)), lambda: setattr(one, "scale", 3.0)
+
+
+@way
+def field_of_a_format_of_a_map():
+    one = type("Kind", (), {})()
+    one.items = [0.5]
+    return lambda x: x * float("{one.items[0]}".format_map({"one": one})), lambda: one.items.__setitem__(0, 3.0)
+
+
+@way
+def byte_of_a_view_of_memory():
+    held = bytearray([1])
+    view = memoryview(held)
+    return lambda x: x * view[0], lambda: held.__setitem__(0, 3)
+
+
+@way
+def view_of_memory_taken_apart():
+    held = array.array("d", [0.5])
+    view = memoryview(held)
+    return lambda x: x * view.tolist()[0], lambda: held.__setitem__(0, 3.0)
+
+
+@way
+def method_of_an_array_by_way_of_a_variable():
+    held = array.array("d", [0.5])
+    read = held.tolist
+    return lambda x: x * read()[0], lambda: held.__setitem__(0, 3.0)
+
+
+@way
+def view_of_an_array_of_numpy():
+    held = np.array([[0.5]])
+    return lambda x: x * float(held.T[0, 0]), lambda: held.__setitem__((0, 0), 3.0)
+
+
+@way
+def mapped_memory():
+    held = mmap.mmap(-1, 8)
+    held[0] = 1
+    return lambda x: x * held[0], lambda: held.__setitem__(0, 3)
+
+
+@way
+def number_of_ctypes():
+    number = ctypes.c_double(0.5)
+    return lambda x: x * number.value, lambda: setattr(number, "value", 3.0)
+
+
+@way
+def field_of_ctypes():
+    kind = type("Fields", (ctypes.Structure,), {"_fields_": [("scale", ctypes.c_double)]})
+    fields = kind(0.5)
+    return lambda x: x * fields.scale, lambda: setattr(fields, "scale", 3.0)
+
+
+@way
+def number_of_several_processes():
+    number = multiprocessing.Value("d", 0.5)
+    return lambda x: x * number.value, lambda: setattr(number, "value", 3.0)
+
+
+@way
+def numbers_of_several_processes():
+    numbers = multiprocessing.Array("d", [0.5])
+    return lambda x: x * numbers[0], lambda: numbers.__setitem__(0, 3.0)
+
+
+@way
+def class_registered_with_an_abstract_one():
+    class Abstract(abc.ABC):
+        @abc.abstractmethod
+        def act(self):
+            pass
+
+    class Below(Abstract):
+        pass
+
+    Kind = type("Kind", (), {})
+    one = Kind()
+    return lambda x: x * (3.0 if isinstance(one, Abstract) else 0.5), lambda: Below.register(Kind)
+
+
+@way
+def lock():
+    one = threading.Lock()
+    return lambda x: x * (3.0 if one.locked() else 0.5), lambda: one.acquire(blocking=False)
+
+
+@way
 def equal_list_beside_another_change():
     one = types.SimpleNamespace(values=[1.0, 2.0], flag=1.0)
     first = one.values
@@ -352,6 +459,24 @@ def dict_in_a_cache():
     plain = {"scale": 0.5}
     cached = functools.lru_cache(lambda: plain)
     return lambda x: x * cached()["scale"], lambda: plain.update(scale=3.0)
+
+
+def test_a_warning_that_has_become_an_error_is_noticed(device):
+    def function(x):
+        try:
+            warnings.warn("half", stacklevel=1)
+        except UserWarning:
+            return x * 3.0
+        return x * 0.5
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        call, x = CUDAGraphModule(function, config()), torch.ones(2, device=device)
+        for _ in range(6):
+            assert torch.equal(call(x), x * 0.5)
+        assert call.stats.replays
+        warnings.simplefilter("error")
+        assert torch.equal(call(x), x * 3.0)
 
 
 @pytest.mark.parametrize("name", WAYS)
