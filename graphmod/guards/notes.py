@@ -80,7 +80,8 @@ _MOST_CACHED = 256
 DEEP = 6  # how far attributes of attributes are followed, where code in C may read any of them
 
 
-_FOLLOWED = (*CONTAINERS, partial, types.SimpleNamespace, types.BuiltinMethodType, *BUFFERS)
+_METHODS_IN_C = (types.BuiltinMethodType, types.MethodWrapperType)
+_FOLLOWED = (*CONTAINERS, partial, types.SimpleNamespace, *_METHODS_IN_C, *BUFFERS)
 _DEPTH, _MOST_INSIDE = 32, 4096  # how far, and into how many items, containers in containers are followed
 
 
@@ -774,7 +775,7 @@ class Notes:
         if sort == OBJECT:
             self._kind(value)
             return
-        if isinstance(value, types.BuiltinMethodType) and isinstance(value.__self__, HELD_IN):
+        if isinstance(value, _METHODS_IN_C) and isinstance(value.__self__, HELD_IN):
             value = self.belongs(value.__self__, value)
         elif hasattr(type(value), "mapping") and isinstance(value, (KeysView, ValuesView, ItemsView)):
             # The dict itself, which `mapping` would wrap anew each time.

@@ -243,6 +243,13 @@ def method_of_an_array_by_way_of_a_variable():
 
 
 @way
+def special_method_in_c_by_way_of_a_variable():
+    held = [1.0]
+    count = held.__len__
+    return lambda x: x * count(), lambda: held.append(1.0)
+
+
+@way
 def view_of_an_array_of_numpy():
     held = np.array([[0.5]])
     return lambda x: x * float(held.T[0, 0]), lambda: held.__setitem__((0, 0), 3.0)
