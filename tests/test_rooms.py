@@ -21,7 +21,7 @@ WITHIN = {
         *("verification", "scheduler", "requests", "batch", "traffic", "engine"),
     ),
     "train": (
-        *("folders", "targets", "settings", "attention", "loss", "model", "parallel", "activations"),
+        *("folders", "targets", "settings", "attention", "loss", "model", "parallel", "draws", "activations"),
         *("compile", "optim", "step", "device", "ranks", "data", "batches", "result", "checkpoint", "metrics"),
         *("display", "profile", "compare", "resume", "fitting", "auto", "run", "check"),
     ),

@@ -7,7 +7,8 @@ import torch
 import transformers
 from torch import nn
 
-from graphmod.train.activations import draws_random_numbers, kept_draws
+from graphmod.train.activations import draws_random_numbers
+from graphmod.train.draws import kept_draws
 from graphmod.train.run import NonFiniteError, train
 from graphmod.train.step import TrainStep, next_token_loss
 from tests.support.harness import config as graph_config
