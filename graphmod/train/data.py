@@ -505,19 +505,16 @@ def _loader_of_folder(folder: Path, pattern: str) -> str | None:
 def _load_dataset(data: DataConfig, path: Path) -> Any:
     """An iterable dataset of the rows; nothing is copied on the disk."""
     datasets = _datasets()
-    lines = "document" if data.documents is Documents.file else "line"
+    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+        return datasets.load_from_disk(str(path))
     options: dict[str, Any] = {"streaming": True}
+    loader = _loader_of_folder(path, data.pattern) if path.is_dir() else _loader_of(path)
+    if loader == "text":
+        options["sample_by"] = "document" if data.documents is Documents.file else "line"
     if path.is_dir():
-        if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-            return datasets.load_from_disk(str(path))
         if data.pattern != "*":
             options["data_files"] = f"**/{data.pattern}"
-        if _loader_of_folder(path, data.pattern) == "text":
-            options["sample_by"] = lines
         return datasets.load_dataset(str(path.resolve()), **options)
-    loader = _loader_of(path)
-    if loader == "text":
-        options["sample_by"] = lines
     if ".tsv" in path.suffixes:
         options["sep"] = "\t"
     return datasets.load_dataset(loader, data_files=[str(path.resolve())], **options)

@@ -107,7 +107,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig, device: torch.device)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trained if parameter.dim() > 1]
     vectors = [parameter for parameter in trained if parameter.dim() <= 1]
-    settings: dict[str, Any] = {"lr": _rate(config, device), "fused": True}
+    settings: dict[str, Any] = {"fused": True}
     if config.name is OptimizerName.sgd:
         settings |= {"momentum": config.momentum, "nesterov": config.nesterov}
     else:
@@ -123,7 +123,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig, device: torch.device)
         parts.insert(0, (inside, {"weight_decay": config.weight_decay, **muon}))
     # Fused, one group takes tensors of one mesh only.
     groups = [
-        {"params": some, "lr": _rate(config, device), **options}
+        {"params": some, "lr": torch.tensor(config.learning_rate, dtype=torch.float32, device=device), **options}
         for members, options in parts
         for (some,) in by_mesh(members)
     ]
@@ -136,10 +136,6 @@ _CLASSES: dict[OptimizerName, Callable[..., torch.optim.Optimizer]] = {
     OptimizerName.sgd: torch.optim.SGD,
     OptimizerName.muon: MuonWithAdamW,
 }
-
-
-def _rate(config: OptimConfig, device: torch.device) -> torch.Tensor:
-    return torch.tensor(config.learning_rate, dtype=torch.float32, device=device)
 
 
 def _embeddings(model: nn.Module) -> set[int]:
