@@ -1,4 +1,4 @@
-"""The process of a front, which `process.FrontProcess` starts with the numbers of its sockets."""
+"""The process of a front, which `FrontProcess` starts with the numbers of its sockets."""
 
 import gc
 import json
@@ -20,7 +20,7 @@ def main(numbers: list[str]) -> None:
     sys.modules["torch"] = None  # pyrefly: ignore[unsupported-operation] Python's way to say that there is none
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
-    from graphmod.serve.front import Front
+    from graphmod.serve.app import Front
     from graphmod.serve.settings import ServeSettings
     from graphmod.text import Codec, codec_for
 

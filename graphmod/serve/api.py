@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 from graphmod.decode.types import Completion, Sampling, prompt_seed
-from graphmod.serve.schema import ChatRequest, CompletionRequest, StreamOptions
+from graphmod.serve.schema import ChatRequest, CompletionRequest
 from graphmod.text import ChatError, Codec, TextStream, TokenizerCodec, TokenText, TokenTexts, token_bytes
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -135,38 +135,24 @@ class Asked:
     """What a request asks for.
 
     Attributes:
+        request: it.
         prompts: token ids of each.
-        field: of the request that they come from.
+        texts: of the prompts, where they were given as texts.
         n: completions of each.
         sampling: of each prompt.
-        stops: texts that end a completion.
         most: tokens of a completion, at most; 0 tells the prompt alone.
-        texts: of the prompts, where they were given as texts.
         echo: tell each prompt with its completions.
         score: tell log-probabilities.
-        token_ids: tell the ids of the prompt and of the generated tokens.
-        as_ids: tell them in the place of the texts of tokens.
-        usage, usage_each: whether a stream ends with the number of tokens, and whether each event has that so far.
     """
 
+    request: ChatRequest | CompletionRequest
     prompts: list[list[int]]
-    field: str
+    texts: list[str] | None
     n: int
     sampling: list[Sampling]
-    stops: list[str]
     most: int
-    texts: list[str] | None
     echo: bool
     score: bool
-    token_ids: bool
-    as_ids: bool
-    usage: bool
-    usage_each: bool
-
-    @property
-    def samples(self) -> int:
-        """How many completions that makes."""
-        return len(self.prompts) * self.n
 
 
 def asked_of(request: ChatRequest | CompletionRequest, codec: Codec, default_tokens: int) -> Asked:
@@ -178,45 +164,30 @@ def asked_of(request: ChatRequest | CompletionRequest, codec: Codec, default_tok
     Raises:
         ApiError: there is no chat template, or it refuses the messages.
     """
-    texts: list[str] | None = None
+    texts, echo = None, False
     if isinstance(request, CompletionRequest):
-        field, score, top = "prompt", request.logprobs is not None, request.logprobs or 0
+        score, top, echo = request.logprobs is not None, request.logprobs or 0, bool(request.echo)
         most = _DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
         prompts = [codec.encode(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompt]
         texts = [one for one in request.prompt if isinstance(one, str)] or None
     else:
-        field, score, top = "messages", bool(request.logprobs), request.top_logprobs or 0
+        score, top = bool(request.logprobs), request.top_logprobs or 0
         most = request.max_completion_tokens or request.max_tokens or default_tokens
         prompts = [_chat(request, codec)]
-    echo = isinstance(request, CompletionRequest) and bool(request.echo)
     temperature, top_k, top_p = request.temperature, request.top_k, request.top_p  # None is the engine's default
-    stops, options = request.stop or [], request.stream_options or StreamOptions()
     common = Sampling(
         temperature=0.0 if temperature is not None and temperature < _COLDEST else temperature,
         top_k=None if top_k is None else max(0, top_k),
         top_p=None if top_p is None else max(top_p, _COLDEST),
         max_new_tokens=max(1, most),
-        stop=[*stops, *(request.stop_token_ids or [])],
+        stop=[*(request.stop or []), *(request.stop_token_ids or [])],
         ignore_eos=bool(request.ignore_eos),
         top_logprobs=top,
         prompt_logprobs=score and echo,
     )
     seeds = [None if request.seed is None else prompt_seed(request.seed, number) for number in range(len(prompts))]
-    return Asked(
-        prompts=prompts,
-        field=field,
-        n=request.n or 1,
-        sampling=[dataclasses.replace(common, seed=seed) for seed in seeds],
-        stops=stops,
-        most=most,
-        texts=texts,
-        echo=echo,
-        score=score,
-        token_ids=bool(request.return_token_ids),
-        as_ids=bool(request.return_tokens_as_token_ids),
-        usage=bool(options.include_usage),
-        usage_each=bool(options.continuous_usage_stats),
-    )
+    sampling = [dataclasses.replace(common, seed=seed) for seed in seeds]
+    return Asked(request, prompts, texts, request.n or 1, sampling, most, echo, score)
 
 
 def _chat(request: ChatRequest, codec: Codec) -> list[int]:
@@ -485,9 +456,11 @@ class Form:
     Attributes:
         endpoint: the word for it in the metrics.
         request: the schema of its body.
+        source: the field that prompts come from.
     """
 
     endpoint: str
+    source: str
     request: type[ChatRequest | CompletionRequest]
     _prefix: str
     _object: str
@@ -508,7 +481,7 @@ class Form:
 
     def ids(self, asked: Asked, index: int, tokens: list[int], first: bool) -> dict[str, Any]:
         """What a choice tells of ids: of `tokens`, and of its prompt if it is the first that is told of it."""
-        return {"token_ids": tokens} if asked.token_ids else {}
+        return {"token_ids": tokens} if asked.request.return_token_ids else {}
 
     def first(self) -> dict[str, Any] | None:
         """The fields of a choice in a stream, before any text; None where it begins with text."""
@@ -520,13 +493,13 @@ class Form:
 
 
 def _name(one: Scored | Likely, asked: Asked) -> str:
-    return f"token_id:{one.token}" if asked.as_ids else one.text
+    return f"token_id:{one.token}" if asked.request.return_tokens_as_token_ids else one.text
 
 
 class ChatForm(Form):
     """Of `/v1/chat/completions`."""
 
-    endpoint, request = "chat", ChatRequest
+    endpoint, source, request = "chat", "messages", ChatRequest
     _prefix, _object, _chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def whole(self, piece: Piece, asked: Asked) -> dict[str, Any]:
@@ -536,7 +509,7 @@ class ChatForm(Form):
         }
 
     def head_ids(self, asked: Asked) -> dict[str, Any]:
-        return {"prompt_token_ids": asked.prompts[0]} if asked.token_ids else {}
+        return {"prompt_token_ids": asked.prompts[0]} if asked.request.return_token_ids else {}
 
     def first(self) -> dict[str, Any]:
         return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
@@ -559,12 +532,12 @@ class ChatForm(Form):
 class CompletionForm(Form):
     """Of `/v1/completions`."""
 
-    endpoint, request = "completions", CompletionRequest
+    endpoint, source, request = "completions", "prompt", CompletionRequest
     _prefix, _object, _chunk_object = "cmpl", "text_completion", "text_completion"
 
     def ids(self, asked: Asked, index: int, tokens: list[int], first: bool) -> dict[str, Any]:
-        of_prompt = {"prompt_token_ids": asked.prompts[index // asked.n]} if asked.token_ids and first else {}
-        return super().ids(asked, index, tokens, first) | of_prompt
+        ids = super().ids(asked, index, tokens, first)
+        return {**ids, "prompt_token_ids": asked.prompts[index // asked.n]} if ids and first else ids
 
     def whole(self, piece: Piece, asked: Asked) -> dict[str, Any]:
         return {"text": piece.text, "logprobs": self._logprobs(piece.scored, asked)}

@@ -1,5 +1,5 @@
-"""The paths of the server, and from an HTTP request to its answer, whole or streamed; a client that goes away ends what
-it asked for."""
+"""The front of a server, whose engine is in another process: from an HTTP request to its answer, whole or streamed; the
+paths; and the thread that answers. A client that goes away ends what it asked for."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import contextlib
 import hmac
 import json
 import re
+import socket
+import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import uvicorn
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -23,7 +25,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Lifespan, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from graphmod.decode.types import Completion, DecodeError, Run
 from graphmod.serve.api import (
@@ -40,11 +43,12 @@ from graphmod.serve.api import (
     usage,
     wrong_field,
 )
-from graphmod.serve.schema import ChatRequest, CompletionRequest
-from graphmod.serve.service import EngineRequest, Refused, Service
+from graphmod.serve.schema import ChatRequest, CompletionRequest, StreamOptions
+from graphmod.serve.service import EngineRequest, Refused, Remote, Service
+from graphmod.serve.settings import ServeSettings
 from graphmod.text import Codec
 
-# -- a request in the engine -------------------------------------------------------------------------------------------
+# -- parts of an answer, and how a request is read ---------------------------------------------------------------------
 
 
 class Gone(Exception):
@@ -68,136 +72,6 @@ class Part(NamedTuple):
     finish_reason: str | None
     first: bool
 
-
-class Work:
-    """A request in the engine.
-
-    Args:
-        service: that it is for.
-        codec: of the model's tokens.
-        body: of the request.
-
-    Attributes:
-        asked: what it asks for.
-        prompt_tokens, tokens: how many there are so far.
-    """
-
-    def __init__(self, service: Service, codec: Codec, body: ChatRequest | CompletionRequest) -> None:
-        self._service, self._codec, self._body = service, codec, body
-        self._began = time.perf_counter()
-        self._request: EngineRequest | None = None
-        self._answers: list[Answer] = []
-        self._echoed: dict[int, int] = {}  # completions that have begun -> characters of their prompts
-        self._latest: dict[int, float] = {}
-        self.asked: Asked
-        self.prompt_tokens = self.tokens = 0
-
-    async def submit(self, receive: Receive) -> None:
-        """Asks the engine for it. Raises ApiError, and Gone as soon as the client goes away."""
-        service = self._service
-        with self._api_errors():
-            read = partial(asked_of, self._body, self._codec, service.settings.default_max_tokens)
-            # Texts become tokens in a thread, since that may take a while; to read token ids takes less than to go
-            # there. Begun at once, and not by a task, which would come after the reading of other requests.
-            if self._body.has_text:
-                asked = await _unless_gone(receive, asyncio.wrap_future(service.aside(read)))
-            else:
-                asked = read()
-            self.asked = asked
-            self._request = service.engine.submit(asked.prompts, asked.n, asked.sampling)
-            self.prompt_tokens = sum(map(len, asked.prompts))
-            self._scorer = Scorer(self._codec) if asked.score or asked.echo else None
-            scorer = self._scorer if asked.score else None
-            for ids in asked.prompts:
-                self._answers += [Answer(self._codec, ids, asked.stops, scorer) for _ in range(asked.n)]
-
-    async def taken(self) -> None:
-        """Returns once the engine has taken it, which it does between two steps. Raises ApiError."""
-        assert self._request is not None
-        with self._api_errors():
-            await asyncio.wrap_future(self._request.taken)
-
-    @contextlib.contextmanager
-    def _api_errors(self) -> Iterator[None]:
-        """Errors within it are what a client is told."""
-        try:
-            yield
-        except (ApiError, Gone):
-            raise
-        except Refused as error:
-            said = str(error).replace("max_new_tokens", "max_tokens")
-            if self.asked.field == "messages":
-                said = said.replace("prompt 0", "prompt made of the messages", 1)
-            raise refused(said, self.asked.field) from None
-        except Exception as error:
-            raise self._service.failed(error) from error
-
-    def close(self) -> None:
-        """Aborts what still runs of it."""
-        if self._request is not None:
-            self._service.engine.abort(self._request)
-
-    async def parts(self) -> AsyncGenerator[Part]:
-        """What comes of it, as it comes. Raises ApiError where a completion fails."""
-        assert self._request is not None
-        with self._api_errors():
-            async with contextlib.aclosing(self._request.handle.runs()) as runs:
-                async for run in runs:
-                    yield self._part(run)
-
-    def _part(self, run: Run) -> Part:
-        done, asked = run.completion, self.asked
-        index = done.request * asked.n + done.sample
-        answer = self._answers[index]
-        self._time(index, len(run.tokens))
-        tokens = list(run.tokens) if asked.most else []
-        self.tokens += len(tokens)
-        piece = answer.add(run.tokens, run.logprobs, run.top_logprobs)
-        if run.ended:
-            if done.finish_reason == "abort":
-                raise ApiError(503, "the server is shutting down", code="shutting_down")
-            if done.finish_reason == "error":
-                raise ApiError(500, done.error or "the completion failed", code="completion_error")
-            last = answer.end(done)
-            piece = Piece(piece.text + last.text, piece.scored + last.scored)
-        reason = done.finish_reason if run.ended else None
-        if not asked.most:  # the engine makes one token at least
-            piece, reason = Piece("", []), reason and "length"
-        first = index not in self._echoed
-        if first:
-            self._echoed[index] = 0
-        if asked.echo:
-            piece = self._with_prompt(index, piece, done, first)
-        return Part(index, piece, tokens, reason, first)
-
-    def _with_prompt(self, index: int, piece: Piece, done: Completion, first: bool) -> Piece:
-        """A piece as part of a text that begins with the prompt."""
-        asked, before = self.asked, Piece("", [])
-        if first:
-            number = index // asked.n
-            given = asked.texts[number] if asked.texts else None
-            assert self._scorer is not None
-            before = self._scorer.prompt(
-                asked.prompts[number], given, done.prompt_logprobs or [], done.prompt_top_logprobs or []
-            )
-            self._echoed[index] = len(before.text)
-        shift = self._echoed[index]
-        moved = [one._replace(offset=one.offset + shift) for one in piece.scored]
-        return Piece(before.text + piece.text, (before.scored if asked.score else []) + moved)
-
-    def _time(self, index: int, tokens: int) -> None:
-        if not tokens:
-            return
-        now, metrics = time.perf_counter(), self._service.metrics
-        if not self._latest:
-            metrics.first_token.observe(now - self._began)
-        if index in self._latest:  # tokens come a few at a time, and each is taken to have needed the same
-            for _ in range(tokens):
-                metrics.between_tokens.observe((now - self._latest[index]) / tokens)
-        self._latest[index] = now
-
-
-# -- from HTTP to an answer --------------------------------------------------------------------------------------------
 
 PATIENCE = 120  # seconds that a client may read nothing of a stream
 _SECONDS = 60  # for a body to arrive
@@ -290,14 +164,21 @@ class Exchange:
     Args:
         service: that answers.
         form: of the request.
-        request: of HTTP.
+        http: the request as it came.
     """
 
-    def __init__(self, service: Service, form: Form, request: Request) -> None:
-        self._service, self._form, self._request = service, form, request
-        self._began = time.perf_counter()
+    _asked: Asked
+    _scorer: Scorer | None
+
+    def __init__(self, service: Service, form: Form, http: Request) -> None:
+        self._service, self._form, self._http = service, form, http
+        self._began = self._submitted = time.perf_counter()
         self._let_in = contextlib.ExitStack()
-        self._work: Work | None = None
+        self._request: EngineRequest | None = None
+        self._answers: list[Answer] = []
+        self._echoed: dict[int, int] = {}  # completions that have begun -> characters of their prompts
+        self._latest: dict[int, float] = {}
+        self._prompt_tokens = self._tokens = 0
         self._ended = False
 
     async def answer(self) -> Response:
@@ -322,19 +203,18 @@ class Exchange:
             raise
 
     async def _answer(self) -> Response:
-        service, form = self._service, self._form
-        require_key(service, self._request)
+        service, http = self._service, self._http
+        require_key(service, http)
         service.require_ready()
-        body = await _read(self._request, form.request, service.settings.max_body_bytes)
+        body = await _read(http, self._form.request, service.settings.max_body_bytes)
         require_model(service, body.model)
         codec = service.require_ready()
         self._let_in.enter_context(service.admission.let_in(body.samples))
-        self._work = work = Work(service, codec, body)
-        await work.submit(self._request.receive)
+        await self._submit(body, codec)
         if body.stream:
-            await _unless_gone(self._request.receive, work.taken())
-            return EventStream(self, self._events(work))
-        whole = await _unless_gone(self._request.receive, self._whole(work))
+            await _unless_gone(http.receive, self._taken())
+            return EventStream(self, self._events())
+        whole = await _unless_gone(http.receive, self._whole())
         self.end("ok")
         return Response(json.dumps(whole), media_type="application/json")
 
@@ -343,19 +223,122 @@ class Exchange:
         if self._ended:
             return
         self._ended = True
-        if self._work is not None:
-            self._work.close()
+        if self._request is not None:
+            self._service.engine.abort(self._request)
         self._let_in.close()
         metrics = self._service.metrics
         metrics.requests.labels(self._form.endpoint, outcome).inc()
         if outcome == "ok":
             metrics.request_seconds.observe(time.perf_counter() - self._began)
 
-    async def _whole(self, work: Work) -> dict[str, Any]:
-        form, asked = self._form, work.asked
-        await work.taken()
-        found: list[list[Part]] = [[] for _ in range(asked.samples)]
-        async with contextlib.aclosing(work.parts()) as parts:
+    # -- in the engine ---------------------------------------------------------------------------------------------
+
+    async def _submit(self, body: ChatRequest | CompletionRequest, codec: Codec) -> None:
+        """Asks the engine for it. Raises ApiError, and Gone as soon as the client goes away."""
+        service, self._submitted = self._service, time.perf_counter()
+        with self._api_errors():
+            read = partial(asked_of, body, codec, service.settings.default_max_tokens)
+            # Texts become tokens in a thread, since that may take a while; to read token ids takes less than to go
+            # there. Begun at once, and not by a task, which would come after the reading of other requests.
+            if body.has_text:
+                asked = await _unless_gone(self._http.receive, asyncio.wrap_future(service.aside(read)))
+            else:
+                asked = read()
+            self._asked = asked
+            self._request = service.engine.submit(asked.prompts, asked.n, asked.sampling)
+            self._prompt_tokens = sum(map(len, asked.prompts))
+            self._scorer = Scorer(codec) if asked.score or asked.echo else None
+            scorer, stops = self._scorer if asked.score else None, body.stop or []
+            for ids in asked.prompts:
+                self._answers += [Answer(codec, ids, stops, scorer) for _ in range(asked.n)]
+
+    async def _taken(self) -> None:
+        """Returns once the engine has taken it, which it does between two steps. Raises ApiError."""
+        assert self._request is not None
+        with self._api_errors():
+            await asyncio.wrap_future(self._request.taken)
+
+    @contextlib.contextmanager
+    def _api_errors(self) -> Iterator[None]:
+        """Errors within it are what a client is told."""
+        try:
+            yield
+        except (ApiError, Gone):
+            raise
+        except Refused as error:
+            said, source = str(error).replace("max_new_tokens", "max_tokens"), self._form.source
+            if source == "messages":
+                said = said.replace("prompt 0", "prompt made of the messages", 1)
+            raise refused(said, source) from None
+        except Exception as error:
+            raise self._service.failed(error) from error
+
+    async def _parts(self) -> AsyncGenerator[Part]:
+        """What comes of it, as it comes. Raises ApiError where a completion fails."""
+        assert self._request is not None
+        with self._api_errors():
+            async with contextlib.aclosing(self._request.handle.runs()) as runs:
+                async for run in runs:
+                    yield self._part(run)
+
+    def _part(self, run: Run) -> Part:
+        done, asked = run.completion, self._asked
+        index = done.request * asked.n + done.sample
+        answer = self._answers[index]
+        self._time(index, len(run.tokens))
+        tokens = list(run.tokens) if asked.most else []
+        self._tokens += len(tokens)
+        piece = answer.add(run.tokens, run.logprobs, run.top_logprobs)
+        if run.ended:
+            if done.finish_reason == "abort":
+                raise ApiError(503, "the server is shutting down", code="shutting_down")
+            if done.finish_reason == "error":
+                raise ApiError(500, done.error or "the completion failed", code="completion_error")
+            last = answer.end(done)
+            piece = Piece(piece.text + last.text, piece.scored + last.scored)
+        reason = done.finish_reason if run.ended else None
+        if not asked.most:  # the engine makes one token at least
+            piece, reason = Piece("", []), reason and "length"
+        first = index not in self._echoed
+        if first:
+            self._echoed[index] = 0
+        if asked.echo:
+            piece = self._with_prompt(index, piece, done, first)
+        return Part(index, piece, tokens, reason, first)
+
+    def _with_prompt(self, index: int, piece: Piece, done: Completion, first: bool) -> Piece:
+        """A piece as part of a text that begins with the prompt."""
+        asked, before = self._asked, Piece("", [])
+        if first:
+            number = index // asked.n
+            given = asked.texts[number] if asked.texts else None
+            assert self._scorer is not None
+            before = self._scorer.prompt(
+                asked.prompts[number], given, done.prompt_logprobs or [], done.prompt_top_logprobs or []
+            )
+            self._echoed[index] = len(before.text)
+        shift = self._echoed[index]
+        moved = [one._replace(offset=one.offset + shift) for one in piece.scored]
+        return Piece(before.text + piece.text, (before.scored if asked.score else []) + moved)
+
+    def _time(self, index: int, tokens: int) -> None:
+        if not tokens:
+            return
+        now, metrics = time.perf_counter(), self._service.metrics
+        if not self._latest:
+            metrics.first_token.observe(now - self._submitted)
+        if index in self._latest:  # tokens come a few at a time, and each is taken to have needed the same
+            for _ in range(tokens):
+                metrics.between_tokens.observe((now - self._latest[index]) / tokens)
+        self._latest[index] = now
+
+    # -- as one answer, or in pieces -------------------------------------------------------------------------------
+
+    async def _whole(self) -> dict[str, Any]:
+        await self._taken()
+        form, asked = self._form, self._asked
+        found: list[list[Part]] = [[] for _ in self._answers]
+        async with contextlib.aclosing(self._parts()) as parts:
             async for part in parts:
                 found[part.index].append(part)
         choices = []
@@ -363,30 +346,33 @@ class Exchange:
             piece = Piece("".join(one.piece.text for one in own), [s for one in own for s in one.piece.scored])
             tokens = [token for one in own for token in one.tokens]
             part = Part(index, piece, tokens, own[-1].finish_reason, True)
-            choices.append(self._choice(part, form.whole(piece, asked), asked))
+            choices.append(self._choice(part, form.whole(piece, asked)))
         head = form.head(self._service.name, streamed=False) | form.head_ids(asked)
-        return {**head, "choices": choices, "usage": usage(work.prompt_tokens, work.tokens)}
+        return {**head, "choices": choices, "usage": usage(self._prompt_tokens, self._tokens)}
 
-    async def _events(self, work: Work) -> AsyncGenerator[dict[str, Any]]:
-        form, asked = self._form, work.asked
+    async def _events(self) -> AsyncGenerator[dict[str, Any]]:
+        form, asked = self._form, self._asked
+        options = asked.request.stream_options or StreamOptions()
         head = form.head(self._service.name, streamed=True)
 
-        def event(choices: list[dict[str, Any]], counts: bool = asked.usage_each) -> dict[str, Any]:
-            told = usage(work.prompt_tokens, work.tokens) if counts else None
-            return {**head, "choices": choices} | ({"usage": told} if asked.usage or counts else {})
+        def event(
+            choices: list[dict[str, Any]], counts: bool | None = options.continuous_usage_stats
+        ) -> dict[str, Any]:
+            told = usage(self._prompt_tokens, self._tokens) if counts else None
+            return {**head, "choices": choices} | ({"usage": told} if options.include_usage or counts else {})
 
         if (first := form.first()) is not None:
-            for index in range(asked.samples):
+            for index in range(len(self._answers)):
                 yield event([{"index": index, **first, "finish_reason": None}]) | form.head_ids(asked)
-        async with contextlib.aclosing(work.parts()) as parts:
+        async with contextlib.aclosing(self._parts()) as parts:
             async for part in parts:
-                if part.piece.text or part.piece.scored or part.finish_reason or asked.token_ids:
-                    yield event([self._choice(part, form.chunk(part.piece, asked), asked)])
-        if asked.usage:
+                if part.piece.text or part.piece.scored or part.finish_reason or asked.request.return_token_ids:
+                    yield event([self._choice(part, form.chunk(part.piece, asked))])
+        if options.include_usage:
             yield event([], counts=True)
 
-    def _choice(self, part: Part, made: dict[str, Any], asked: Asked) -> dict[str, Any]:
-        ids = self._form.ids(asked, part.index, part.tokens, part.first)
+    def _choice(self, part: Part, made: dict[str, Any]) -> dict[str, Any]:
+        ids = self._form.ids(self._asked, part.index, part.tokens, part.first)
         return {"index": part.index, **made, "finish_reason": part.finish_reason, **ids}
 
 
@@ -440,7 +426,7 @@ class EventStream(Response):
 PAGE = Path(__file__).parent / "page.html"
 
 
-def make_app(service: Service, alive: Callable[[Starlette], AbstractAsyncContextManager[None]]) -> Starlette:
+def make_app(service: Service, alive: Lifespan[Starlette]) -> Starlette:
     """The application that answers for `service`, within the context `alive` in a server."""
     chat, completions = ChatForm(), CompletionForm()
     page = PAGE.read_text(encoding="utf-8")
@@ -539,3 +525,153 @@ def _model(service: Service) -> dict[str, Any]:
         "max_model_len": service.engine.max_seq_len,
         "chat": service.chats,
     }
+
+
+# -- the thread that answers -------------------------------------------------------------------------------------------
+
+_TURN = 0.02  # seconds between two looks how many requests are left
+_LAST_WORDS = 2  # seconds that answers may still take to be sent once the server stops
+_MOST_HEADERS = 2**16  # bytes
+_REFUSAL = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    b"content-length: %d\r\n\r\n%s"
+)
+_BODY = (
+    b'{"error": {"message": "the headers are larger than 65,536 bytes", "type": "invalid_request_error", '
+    b'"param": null, "code": "headers_too_large"}}'
+)
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """Ends a connection that goes on to send what is kept and leads to nothing: headers, or trailers after a body, that
+    do not end."""
+
+    _kept = 0  # bytes since the last of a body, or the last end of headers or of a request
+
+    def on_headers_complete(self) -> None:
+        """Of a request."""
+        self._kept = -1
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Some of it."""
+        self._kept = -1
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Of a request and its body."""
+        self._kept = -1
+        super().on_message_complete()
+
+    def data_received(self, data: bytes) -> None:
+        """What the client has sent."""
+        super().data_received(data)
+        # What came together with an end may be the beginning of what is next: of that one read no account is taken.
+        self._kept = 0 if self._kept < 0 else self._kept + len(data)
+        if self._kept > _MOST_HEADERS and not self.transport.is_closing():
+            if self.cycle is None or self.cycle.response_complete:  # else it would stand in the middle of an answer
+                self.transport.write(_REFUSAL % (len(_BODY), _BODY))
+            self.transport.close()
+
+
+class Front:
+    """Answers until the process of the engine ends it, or is gone.
+
+    Args:
+        settings: of the server.
+        name: of the model.
+        load: makes the codec, meanwhile requests are refused.
+        listening: the socket to answer on, which it closes in the end.
+        work, control: to the thread that steps the engine, and to the main thread there: to `Host`.
+    """
+
+    def __init__(
+        self,
+        settings: ServeSettings,
+        name: str,
+        load: Callable[[], Codec],
+        listening: socket.socket,
+        work: socket.socket,
+        control: socket.socket,
+    ) -> None:
+        self.engine = Remote(self._lost, self._told)
+        self.service = Service(settings, name, self.engine)
+        self.app = make_app(self.service, self._alive)
+        config = uvicorn.Config(
+            self.app,
+            http=BoundedProtocol,
+            lifespan="on",
+            access_log=False,
+            log_config=None,
+            log_level="error",
+            server_header=False,
+            timeout_graceful_shutdown=_LAST_WORDS,
+        )
+        self._server = uvicorn.Server(config)
+        run = partial(self._server.run, sockets=[listening])
+        self._thread = threading.Thread(target=run, name="graphmod-http", daemon=True)
+        self._load, self._lines = load, (work, control)
+        self._began = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Returns once it answers."""
+        self._thread.start()
+        while not self._server.started and self._thread.is_alive():
+            time.sleep(0.01)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Waits until it has stopped."""
+        self._thread.join(timeout)
+
+    @contextlib.asynccontextmanager
+    async def _alive(self, _: Starlette) -> AsyncIterator[None]:
+        await self.engine.open(*self._lines)
+        self._do(self._begin())
+        try:
+            yield
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            self.engine.close()
+            self.service.end()
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.append(asyncio.create_task(work))
+
+    async def _begin(self) -> None:
+        try:
+            codec = await asyncio.wrap_future(self.service.aside(self._usable))
+        except Exception as error:
+            self.engine.tell_control("unusable", str(error))
+            return
+        await self._began.wait()
+        self.service.begin(codec)
+        self.engine.tell_control("ready")
+
+    def _usable(self) -> Codec:
+        codec = self._load()
+        codec.encode("a")  # the first use of some tokenizers changes them
+        return codec
+
+    async def _count(self) -> None:
+        told = None
+        while True:
+            if (left := self.service.admission.requests) != told:
+                told = left
+                self.engine.tell_control("left", left)
+            await asyncio.sleep(_TURN)
+
+    def _told(self, kind: str, *given: Any) -> None:
+        if kind == "begin":
+            self.engine.rows, self.engine.max_seq_len = given
+            self._began.set()
+        elif kind == "drain":
+            self.service.drain()
+            self._do(self._count())
+
+    def _lost(self) -> None:
+        """Listens no more, at once, so that another server may; what is ready to be sent is sent."""
+        for listener in getattr(self._server, "servers", ()):
+            listener.close()
+        self._server.should_exit = True

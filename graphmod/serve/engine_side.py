@@ -1,6 +1,6 @@
 """The process of the engine in a server: the front in a process of its own, for one process has one Python: while HTTP
 has it, the engine cannot launch; the thread that steps the engine, and between two steps takes in all that was asked
-for meanwhile; and the address that the server listens on.
+for meanwhile; what goes between the two processes; and the address that the server listens on.
 
 No PyTorch and no web library, so that a wrong address is told, and the front starts, before either is loaded, and says
 that the model is. What a step finds goes to the front in one message, because the GPU waits for whatever the thread
@@ -13,9 +13,11 @@ import contextlib
 import errno
 import json
 import logging
+import marshal
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -25,16 +27,112 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphmod.decode.streams import Handle
-from graphmod.decode.types import DecodeStats, RequestError, Run, Sampling
+from graphmod.decode.types import RequestError, Run, Sampling
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.serve.settings import ServeSettings
-from graphmod.serve.wire import Line
 
 if TYPE_CHECKING:
     from graphmod.decode.engine import DecodeEngine
 
 log = logging.getLogger("graphmod")
 
+# -- messages over pairs of connected sockets --------------------------------------------------------------------------
+# A message is made of lists, words and numbers, and is written by `marshal`, which is the fastest there is for those.
+# Both processes run the same Python, and nothing that comes from a network is read in this way.
+
+_LENGTH = struct.Struct("<Q")
+_AT_ONCE = 1 << 18  # bytes
+
+
+def packed(message: Any) -> bytes:
+    """A message as it is sent."""
+    body = marshal.dumps(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+class Unpacker:
+    """Makes messages of bytes, which come in pieces of any size."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def add(self, data: bytes) -> list[Any]:
+        """The messages that are complete with these."""
+        self._bytes += data
+        found, start = [], 0
+        while (body := start + _LENGTH.size) <= len(self._bytes):
+            end = body + _LENGTH.unpack_from(self._bytes, start)[0]
+            if end > len(self._bytes):
+                break
+            found.append(marshal.loads(memoryview(self._bytes)[body:end]))
+            start = end
+        del self._bytes[:start]
+        return found
+
+
+class Line:
+    """One end of a pair of sockets, for a thread that waits for what comes.
+
+    Args:
+        end: the socket.
+
+    Attributes:
+        ended: whether the other end is closed, or nobody holds it any more.
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket, self._unpacker = end, Unpacker()
+        self._socket.settimeout(None)
+        self.ended = False
+
+    def send(self, message: Any) -> None:
+        """Sends it. Where nobody is at the other end any more it is lost, which `receive` notices."""
+        with contextlib.suppress(OSError):
+            self._socket.sendall(packed(message))
+
+    def receive(self, seconds: float | None = None) -> list[Any]:
+        """All messages that have come.
+
+        Args:
+            seconds: to wait for the first; None waits for as long as it takes.
+        """
+        found: list[Any] = []
+        while (data := self._read(seconds if not found else 0)) is not None:
+            if not data:
+                self.ended = True
+                break
+            found += self._unpacker.add(data)
+            seconds = 0 if found else seconds
+        return found
+
+    def _read(self, seconds: float | None) -> bytes | None:
+        """Some bytes; none of them at the end, and None where there is nothing now."""
+        try:
+            if seconds is None or seconds <= 0:
+                return self._socket.recv(_AT_ONCE, 0 if seconds is None else socket.MSG_DONTWAIT)
+            self._socket.settimeout(seconds)
+            try:
+                return self._socket.recv(_AT_ONCE)
+            finally:
+                self._socket.settimeout(None)
+        except (BlockingIOError, TimeoutError):
+            return None
+        except OSError:  # reset, or closed by another thread
+            return b""
+
+    def hear_no_more(self) -> None:
+        """Whoever waits for a message here finds that it is over; what is sent still arrives."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RD)
+
+    def close(self) -> None:
+        """Lets go of it, and of whoever waits here."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+# -- the address, and the process of the front -------------------------------------------------------------------------
 
 _TO_END = 5.0  # seconds for a front to send what is left and end
 _ANOTHER_PORT = (errno.EADDRINUSE, errno.EACCES)
@@ -151,6 +249,9 @@ def _without_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+# -- the engine, for the front -----------------------------------------------------------------------------------------
+
+
 class EngineThread:
     """Steps an engine for a front, which `Remote` is in.
 
@@ -263,18 +364,16 @@ class FrontLost(GraphmodError):
 
 def _counters(engine: DecodeEngine) -> dict[str, float] | None:
     """What metrics are made of; None if it cannot be read, for which no request is cut off."""
+    own = ("prompt_tokens", "prefix_tokens", "tokens", "waiting", "running", "blocks_used", "blocks_total")
+    summed = {"replays": "launches"} | {name: name for name in ("eager_steps", "row_steps", "padding_row_steps")}
     try:
-        return _counted(engine.stats)
+        stats = engine.stats
+        return {name: stats.total(counter) for name, counter in summed.items()} | {
+            name: getattr(stats, name) for name in own
+        }
     except Exception:
         log.exception("the engine's counters cannot be read, and metrics are told without them")
         return None
-
-
-def _counted(stats: DecodeStats) -> dict[str, float]:
-    summed = {"replays": "launches"} | {name: name for name in ("eager_steps", "row_steps", "padding_row_steps")}
-    found = {name: stats.total(counter) for name, counter in summed.items()}
-    own = ("prompt_tokens", "prefix_tokens", "tokens", "waiting", "running", "blocks_used", "blocks_total")
-    return found | {name: getattr(stats, name) for name in own}
 
 
 class Host:

@@ -23,8 +23,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from graphmod.decode.streams import Handle, tell
 from graphmod.decode.types import Completion, DecodeError, Run, Sampling
 from graphmod.serve.api import ApiError
+from graphmod.serve.engine_side import Unpacker, packed
 from graphmod.serve.settings import ServeSettings
-from graphmod.serve.wire import Wire
 from graphmod.text import Codec, TokenizerCodec
 from graphmod.words import counted
 
@@ -93,6 +93,50 @@ class Metrics:
 
 
 _COUNTERS_SECONDS = 5.0  # for the counters to come, before the metrics are told without them
+
+
+class Wire(asyncio.Protocol):
+    """One end of a pair of sockets, for an event loop, whose thread alone uses it.
+
+    Args:
+        heard: called with each message.
+        ended: called once nobody is at the other end any more.
+    """
+
+    def __init__(self, heard: Callable[[Any], None], ended: Callable[[], None]) -> None:
+        self._heard, self._ended = heard, ended
+        self._unpacker = Unpacker()
+        self._transport: Any = None
+
+    async def open(self, end: socket.socket) -> None:
+        """Begins to send and to listen, in the event loop that runs."""
+        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=end)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """It is open."""
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Some of what the other end has sent."""
+        for message in self._unpacker.add(data):
+            self._heard(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It is closed, by this end or by the other one."""
+        if self._transport is not None:
+            self._transport = None
+            self._ended()
+
+    def send(self, message: Any) -> None:
+        """Sends it: at once, unless much is on its way. Where nobody is at the other end any more it is lost."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(packed(message))
+
+    def close(self) -> None:
+        """Neither sends nor hears any more."""
+        if self._transport is not None:
+            transport, self._transport = self._transport, None
+            transport.abort()
 
 
 class Refused(Exception):

@@ -13,8 +13,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from graphmod.decode import DecodeEngine
+from graphmod.serve.app import Front
 from graphmod.serve.engine_side import FrontProcess, Host, bound, url
-from graphmod.serve.front import Front
 from graphmod.serve.settings import ServeSettings
 from graphmod.text import TokenizerCodec
 from tests.support.made_tokenizers import CHAT_TEMPLATE, llama_like
