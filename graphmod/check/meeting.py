@@ -181,10 +181,8 @@ def _over(ranks: tuple[int, ...], nth: int) -> str:
 
 
 def _location(lines: Lines) -> str:
-    if lines.user is not None:
-        return shortened(lines.user) + (" (in the backward pass)" if lines.backward else "")
-    where = "the backward pass" if lines.backward else "the call"
-    return where if lines.library is None else f"{where}, by way of {shortened(lines.library)}"
+    """The line of the user's, or else that of the library."""
+    return shortened((lines if lines.user is None else lines._replace(library=None)).location)
 
 
 _SHORTEST, _LONGEST = 0.0005, 0.02  # seconds between two looks at the store

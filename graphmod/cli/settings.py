@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from graphmod.config import BackendName, CompileMode
 from graphmod.decode.types import AttentionName, EngineConfig, GenerationConfigName, OffloadName, Sampling
@@ -128,6 +129,12 @@ class GraphSettings:
     backend: BackendName = BackendName.auto
 
 
+def _engine(decode: BatchSettings, graph: GraphSettings, **more: Any) -> EngineConfig:
+    """The settings of an engine among those of two groups, and more. Raises ConfigError."""
+    given: dict[str, Any] = {**vars(decode), **vars(graph), "graphs": graph.scope is GraphScope.decode, **more}
+    return EngineConfig(**{field.name: given[field.name] for field in fields(EngineConfig) if field.name in given})
+
+
 def _unescaped(text: str) -> str:
     """A shell passes a line break on as two characters."""
     return re.sub(r"\\([nrt\\])", lambda found: {"n": "\n", "r": "\r", "t": "\t", "\\": "\\"}[found[1]], text)
@@ -159,12 +166,8 @@ class GenerateConfig:
 
     def engine(self, rows: int) -> EngineConfig:
         """The settings of the engine, for at most `rows` sequences at a time. Raises ConfigError."""
-        given = {**vars(self.decode), **vars(self.graph)}
-        asked = {field.name: given[field.name] for field in fields(EngineConfig) if field.name in given}
-        asked["graphs"] = self.graph.scope is GraphScope.decode
-        if self.decode.max_batch_size > 0:  # else the error names what was given
-            asked["max_batch_size"] = max(1, min(rows, self.decode.max_batch_size))
-        return EngineConfig(**asked)
+        most = self.decode.max_batch_size  # where that cannot be, the error names it
+        return _engine(self.decode, self.graph, max_batch_size=max(1, min(rows, most)) if most > 0 else most)
 
     def sampling(self) -> Sampling:
         """The settings of each request. Raises RequestError."""
@@ -212,11 +215,9 @@ class ServeConfig:
 
     def engine(self) -> EngineConfig:
         """The settings of the engine. Raises ConfigError."""
-        given = {**vars(self.decode), **vars(self.graph)}
-        asked = {field.name: given[field.name] for field in fields(EngineConfig) if field.name in given}
-        graphs = self.graph.scope is GraphScope.decode and not self.serve.enforce_eager
-        source = self.serve.generation_config
-        return EngineConfig(**asked, graphs=graphs, keep_prefixes=True, frozen=True, generation_config=source)
+        eager = {"graphs": False} if self.serve.enforce_eager else {}
+        more = {"generation_config": self.serve.generation_config, **eager}
+        return _engine(self.decode, self.graph, keep_prefixes=True, frozen=True, **more)
 
     def check(self) -> None:
         """Raises ConfigError for what is missing or out of range."""
