@@ -409,9 +409,9 @@ def _reader(tokenizer: Any) -> Callable[[str], bytes | None] | None:
             return None
 
     if shown("Ã", "©", "Ġ") == "é ":  # the bytes of a character, each written as a character: as GPT-2 does
-        plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-        others = [byte for byte in range(256) if byte not in plain]
-        table = {chr(byte): byte for byte in plain} | {chr(256 + at): byte for at, byte in enumerate(others)}
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        table = {written: byte for byte, written in bytes_to_unicode().items()}
         return lambda name: bytes(table[one] for one in name) if table.keys() >= {*name} else None
     if (shown("<0xC3>", "<0xA9>") or "").strip() == "é":  # what is no word of the vocabulary
         digits = re.compile("<0x([0-9A-F]{2})>")
