@@ -104,7 +104,7 @@ def own_layers(memory: Any, rows: int, context: int, longest: int) -> tuple[Call
     new = torch.ones((rows, layer.kv_heads, 1, HEAD), **settings)
     slots = memory.spare_slots[:rows]
 
-    def call(memory: Any, table: Any, lengths: Any, query: Any, new: Any, slots: Any) -> list[Any]:
+    def call() -> list[Any]:
         view = GatheredView(memory, slots, table, lengths, columns, 1)
         mask = view.mask.bool()[:, None, None, :]
         return [
@@ -112,7 +112,7 @@ def own_layers(memory: Any, rows: int, context: int, longest: int) -> tuple[Call
             for number in range(len(memory.layers))
         ]
 
-    return functools.partial(call, memory, table, lengths, query, new, slots), len(memory.layers)
+    return call, len(memory.layers)
 
 
 def main() -> int:

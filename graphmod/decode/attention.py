@@ -16,8 +16,6 @@ import importlib.util
 import inspect
 import logging
 import math
-import statistics
-import time
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -30,13 +28,11 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from graphmod.attention import Rule
-from graphmod.config import CUDAGraphConfig
 from graphmod.decode.cache import Attends, CacheView, Layer, PagedCache
 from graphmod.decode.step import context_sizes
 from graphmod.decode.types import AttentionName
 from graphmod.errors import ConfigError
-from graphmod.fuse.inductor import compiled_code, for_decode
-from graphmod.wrap.module import CUDAGraphModule
+from graphmod.fuse.inductor import compiled_code, for_decode, graph_milliseconds
 
 log = logging.getLogger("graphmod")
 
@@ -585,7 +581,6 @@ def _reason(name: AttentionName, memory: PagedCache) -> str | None:
 
 
 _LAYERS = 8  # of the model, one after the other: no layer finds its keys in the GPU's cache because it ran before
-_ROUNDS = 9
 _REPLAYS = 5
 _WARMUP = 3
 _WARM_SECONDS = 0.05  # of replays before any is timed: an idle GPU runs at low clocks
@@ -635,14 +630,13 @@ def layers_of(
     queries = [torch.ones(size, dtype=memory.dtype, device=memory.device) for size in sizes]
     slots = torch.zeros_like(lengths)
 
-    def call(memory: PagedCache, table: Tensor, lengths: Tensor, slots: Tensor, *queries: Tensor) -> list[Tensor]:
+    def call() -> list[Tensor]:
         view = CacheView(memory, slots, table, lengths, visited)
         pairs = zip(layers, queries, strict=True)
         assert one.function is not None
         return [one.function(layer, query, cache_view=view)[0] for layer, query in pairs]
 
-    # A partial, because the core looks for tensors there, and not in functions of this package.
-    return functools.partial(call, memory, table, lengths, slots, *queries), len(layers)
+    return call, len(layers)
 
 
 def time_graph(function: Callable[[], Any], parts: int) -> float:
@@ -651,35 +645,7 @@ def time_graph(function: Callable[[], Any], parts: int) -> float:
     Raises:
         RuntimeError: it failed, or could not be captured.
     """
-
-    def run() -> None:  # `replay` is for what returns no tensors
-        function()
-
-    graphed = CUDAGraphModule(run, CUDAGraphConfig(warmup_steps=_WARMUP), name="decode attention")
-    try:
-        with torch.inference_mode():
-            for _ in range(_WARMUP + 1):  # compiles, and loads what a capture may not load
-                graphed()
-            begun = time.perf_counter()
-            while time.perf_counter() - begun < _WARM_SECONDS:
-                _event_ms(graphed)
-            times = [_event_ms(graphed) for _ in range(_ROUNDS)]
-    finally:
-        graphed.reset()
-    return statistics.median(times) * 1e3 / parts
-
-
-def _event_ms(graphed: CUDAGraphModule) -> float:
-    """Milliseconds of one replay.
-
-    Raises:
-        RuntimeError: there is no graph.
-    """
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    done = graphed.replay(_REPLAYS)
-    end.record()
-    end.synchronize()
-    if done < _REPLAYS:
-        raise RuntimeError(f"it could not be captured: {graphed.last_failure}")
-    return begin.elapsed_time(end) / _REPLAYS
+    with torch.inference_mode():
+        for _ in range(_WARMUP):  # compiles, and loads what a capture may not load
+            function()
+        return graph_milliseconds(lambda _: function(), _WARM_SECONDS, _REPLAYS) * 1e3 / parts

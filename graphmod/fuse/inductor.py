@@ -7,6 +7,7 @@ import itertools
 import logging
 import statistics
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -203,12 +204,28 @@ def _milliseconds(launcher: Callable, sets: list[list[Any]], named: dict[str, An
         for given in itertools.islice(itertools.cycle(sets), _LAUNCHES):
             launcher(*given, **named, stream=stream)
 
-    held, times = capture_launches(launch), []
-    for _ in range(_WARM + _ROUNDS):
+    return graph_milliseconds(launch) / _LAUNCHES
+
+
+def graph_milliseconds(launch: Callable[[int], Any], warm: float = 0.0, replays: int = 1) -> float:
+    """Of one replay of a CUDA graph: a median.
+
+    Args:
+        launch: what it holds, without anything that a capture may not load; is given the stream to launch on.
+        warm: seconds of replays before any is timed.
+        replays: that are timed together.
+    """
+    held, until = capture_launches(launch), time.perf_counter() + warm
+
+    def timed() -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        held.graphs[0].replay()
+        for _ in range(replays):
+            held.graphs[0].replay()
         end.record()
         end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times[_WARM:]) / _LAUNCHES
+        return begin.elapsed_time(end) / replays
+
+    while time.perf_counter() < until:
+        timed()
+    return statistics.median([timed() for _ in range(_WARM + _ROUNDS)][_WARM:])

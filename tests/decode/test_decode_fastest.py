@@ -178,5 +178,5 @@ def test_what_is_timed_runs_on_the_gpu_in_every_replay(compiled):
             add_one(tensor)
 
     assert 0 < attention.time_graph(add, 1) < 1e5
-    replays = int(tensor[0].item()) - attention._WARMUP  # the call that is captured runs as the first of them
-    assert replays % attention._REPLAYS == 1 and replays > attention._ROUNDS * attention._REPLAYS
+    replays = int(tensor[0].item()) - attention._WARMUP
+    assert replays % attention._REPLAYS == 0 and replays > 15 * attention._REPLAYS
