@@ -13,6 +13,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -582,6 +583,17 @@ def other_models(results: Result) -> str:
     return model_rows(found, OTHER_WAYS)
 
 
+# -- what was noted by hand --------------------------------------------------------------------------------------------
+
+NOTED = ("second stream", "GPU figures", "host figures", "rank figures", "offload", "attention kernels", "early launch")
+
+
+def noted(name: str, results: Result) -> str:
+    """A table of single figures, each of which says where and when it was taken."""
+    found = results[name]
+    return table(found["head"], found["rows"], found["numbers"])
+
+
 # -- all of them -------------------------------------------------------------------------------------------------------
 
 # Name -> what makes it, of which results.
@@ -600,6 +612,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "hazards": (hazards, ("hazards",)),
     "models": (causal_models, ("models",)),
     "other models": (other_models, ("models",)),
+    **{name: (partial(noted, name), ("noted",)) for name in NOTED},
 }
 IN_README = ("summary", "gpus")
 

@@ -49,7 +49,8 @@ def test_the_code_of_decode_runs(capsys):
         **{"prompts": [[1, 5, 6], [7, 8]], "prompt": [5, 6], "train_step": float, "train": trained.append},
         "reward": lambda *one: rewards.append(one),
     }
-    while_training, suspending, submitting, threaded, with_text, streaming, offloading = blocks("decode")
+    while_training, suspending, submitting, threaded = blocks("decode")
+    with_text, streaming, offloading = blocks("decode_engine")
     exec(while_training, names)
     exec(suspending, names)
     assert len(rewards) == 2 * 4 and [len(completions) for completions in trained] == [4, 4]
