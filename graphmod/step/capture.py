@@ -115,10 +115,10 @@ def _make_space(context: Context, entry: Entry) -> bool:
     """Keeps to `max_graphs`, evicting the least recently used signature that is not in flight, if it was not used for a
     while: where more of them take turns, some are captured and stay so."""
     most, known = context.config.max_graphs, context.entries
-    held = known.holding(but=entry)
+    held = [other for other in known if other.graphs and other is not entry]
     if len(held) < most:
         return True
-    for victim in held:
+    for victim in sorted(held, key=lambda other: other.last_used):
         if known.clock - victim.last_used < _IDLE * most:
             break
         if not any(graph.tape.arena.in_flight for graph in victim.graphs):

@@ -464,10 +464,6 @@ class Registry:
         )
         return [*difference(nearest.signature, signature, names), each]
 
-    def holding(self, but: Entry) -> list[Entry]:
-        """The other entries that have graphs, the least recently used first."""
-        return sorted((e for e in self if e.graphs and e is not but), key=lambda entry: entry.last_used)
-
     def restart(self) -> None:
         """Forgets everything but which signatures are disabled."""
         disabled = [entry for entry in self if entry.disabled]
