@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from graphmod.guards.notes import Note, Notes, geometry
 from graphmod.guards.values import MISSING, Cached, Cell, content, describe, is_plain, kind_of, same_content
+from graphmod.trace.lines import location
 from graphmod.trace.recorder import Recorder
 
 NOT_REPLAYED = "which a replay would not do"
@@ -67,8 +68,8 @@ def lines_of(where: tuple) -> tuple[str, str | None]:
     code, line, user = where if len(where) == 3 else (*where, None)
     if not code:
         return "the call", None
-    told = f"{code.co_filename}:{line} in {code.co_name}"
-    return (told, None) if user is None else (f"{user[0].co_filename}:{user[1]} in {user[0].co_name}", told)
+    told = location(code, line)
+    return (told, None) if user is None else (location(*user), told)
 
 
 def _place(lines: tuple[str, str | None]) -> str:
@@ -131,17 +132,8 @@ def all_changes(notes: Notes) -> Iterator[Change]:
         yield Change("runs code in another thread, where nobody can watch it", lines_of(notes.elsewhere), IN_THREAD)
     for _, kind, where in notes.iterators:
         yield Change(f"takes items from a {kind}", lines_of(where), KEEP_ITERATOR)
-    drawn = notes.chance.drawn()
-    if drawn is not None:
-        library, where = drawn
-        yield Change(
-            f"draws random numbers on the host ({library})",
-            lines_of(where) if where else ("code inside", None),
-            DRAW,
-        )
-    moved = notes.chance.moved()
-    if moved is not None:
-        yield Change("draws from a torch.Generator in its backward", lines_of(moved), DRAW)
+    for effect, where in notes.chance.drawn():
+        yield Change(effect, lines_of(where) if where else ("code inside", None), DRAW)
     replaced, kept_by = replacements(notes), keepers(notes)
     told: set[int] = set()
     for note in sorted(notes.notes.values(), key=lambda note: not isinstance(note.owner, SCHEDULERS)):

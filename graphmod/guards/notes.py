@@ -7,7 +7,7 @@ import random
 import sys
 import types
 import weakref
-from collections.abc import Callable, ItemsView, KeysView, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, KeysView, ValuesView
 from functools import partial
 from typing import Any
 
@@ -122,7 +122,6 @@ class Chance:
         self.draws = draws
         self._kinds = frozenset(map(identity, kinds_followed()))
         self._states: dict[int, tuple[Any, Any, tuple | None]] = {}  # by identity of the generator, which it holds
-        self._of_torch: dict[int, tuple[torch.Generator, torch.Tensor, tuple | None]] = {}
         self._of_system: tuple | None = None
         self.meet(random._inst, None)
         mtrand = sys.modules.get("numpy.random.mtrand")
@@ -138,12 +137,11 @@ class Chance:
             recorder.refuse(method, METHODS[method])
         if isinstance(value, (types.BuiltinMethodType, types.MethodType)):
             value = value.__self__
-        if _is_generator(value):
-            if recorder is not None and (self.draws is not None or not recorder.watching):
-                recorder.note_generator(value)
-            elif identity(value) not in self._of_torch:  # no graph of a backward draws from it
-                self._of_torch[identity(value)] = (value, value.get_state(), where)
-        if not is_random(value):
+        of_torch = _is_generator(value)
+        if of_torch and recorder is not None and (self.draws is not None or not recorder.watching):
+            recorder.note_generator(value)
+            return
+        if not (of_torch or is_random(value)):
             return
         known = self._states.get(identity(value))
         if known is None:
@@ -157,23 +155,21 @@ class Chance:
         """Takes in that code at `where` is about to ask the system for random bytes, which has no state to compare."""
         self._of_system = self._of_system or where
 
-    def drawn(self) -> tuple[str, tuple | None] | None:
-        """The library whose generator was drawn from, and the code and line that used it first; None where none was."""
+    def drawn(self) -> Iterator[tuple[str, tuple | None]]:
+        """What was drawn on the host, or by a backward from a generator that is not every capture's own, in words; and
+        the code and line that used the generator first."""
         drawn_at, followed = ({}, False) if self.draws is None else (self.draws.drawn_at, self.draws.followed)
+        default = (torch.default_generator, *torch.cuda.default_generators)
         for value, before, where in self._states.values():
             known = id(value) in drawn_at
-            if not followed if known else _state(value) != before:
-                return type(value).__module__.partition(".")[0], drawn_at.get(id(value), where)
-        return None if self._of_system is None else ("os", self._of_system)
-
-    def moved(self) -> tuple | None:
-        """The code and line of a backward that used one of torch's generators first which has moved; None where none
-        has. The default ones are every capture's own."""
-        default = (torch.default_generator, *torch.cuda.default_generators)
-        for value, before, where in self._of_torch.values():
-            if not any(value is one for one in default) and not torch.equal(value.get_state(), before):
-                return where
-        return None
+            if any(value is one for one in default) or (followed if known else _state(value) == before):
+                continue
+            library = type(value).__module__.partition(".")[0]
+            on_host = f"draws random numbers on the host ({library})"
+            told = "draws from a torch.Generator in its backward" if _is_generator(value) else on_host
+            yield told, drawn_at.get(id(value), where)
+        if self._of_system is not None:
+            yield "draws random numbers on the host (os)", self._of_system
 
     def draw(self, function: Any, given: list, where: tuple, is_old: Callable[[Any], bool]) -> None:
         """Takes in that code at `where` is about to call a function, which may be a method of a generator."""

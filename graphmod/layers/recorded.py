@@ -40,6 +40,7 @@ from graphmod.step.entry import Entry
 from graphmod.step.recording import Recording
 from graphmod.torch_private import top_saved_tensors_hooks
 from graphmod.trace.hazards import Hazard
+from graphmod.trace.lines import location
 from graphmod.trace.untraced import identity
 
 DIFFERENTIATED_AGAIN = (
@@ -235,8 +236,7 @@ class BackwardOfCall:
 
     def nested(self, frame: FrameType) -> None:
         caller = frame.f_back or frame
-        where = f"{caller.f_code.co_filename}:{caller.f_lineno} in {caller.f_code.co_name}"
-        self.refused.append(_NESTED.format(where))
+        self.refused.append(_NESTED.format(location(caller.f_code, caller.f_lineno)))
 
     def fail(self) -> None:
         self.failed = True

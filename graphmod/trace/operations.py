@@ -27,18 +27,6 @@ _OF_DTENSOR = "_dtensor::shard_dim_alltoall"
 _LOCAL = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd", "c10d::check_for_nan")
 
 
-def is_collective(name: str) -> bool:
-    """Whether an operator, by the name in its schema, is one that other processes take part in."""
-    return name.startswith((_IN_PLACE, _FUNCTIONAL, _OF_DTENSOR)) and name not in _LOCAL
-
-
-def written_by(name: str) -> frozenset:
-    """The positions of the arguments that an operator of `torch.distributed` writes without saying so."""
-    if name == "fsdp::all_gather_copy_in":
-        return frozenset({1})
-    return frozenset({0}) if name.startswith(_IN_PLACE) and name not in _READ_ONLY else frozenset()
-
-
 def opaque_scalar(value: Any) -> Any:
     """What an opaque argument is told apart by: a process group by its name, a reduction by its number."""
     kind = value._type().name()
@@ -133,7 +121,9 @@ def facts(op: Any) -> Facts:
     if found is None:
         schema = getattr(op, "_schema", None)
         name = schema.name if schema else str(op)
-        writes: set = set(written_by(name))
+        writes: set = {1} if name == "fsdp::all_gather_copy_in" else set()
+        if name.startswith(_IN_PLACE) and name not in _READ_ONLY:
+            writes.add(0)
         for position, argument in enumerate(schema.arguments if schema else ()):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 writes |= {position, argument.name}
@@ -151,7 +141,7 @@ def facts(op: Any) -> Facts:
             name == "aten::lift_fresh",
             bool(returned) and None not in returned and not writes,
             name,
-            is_collective(name),
+            name.startswith((_IN_PLACE, _FUNCTIONAL, _OF_DTENSOR)) and name not in _LOCAL,
             torch.Tag.cudagraph_unsafe in tags,
             op,
         )
