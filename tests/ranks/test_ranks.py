@@ -20,7 +20,7 @@ def ranks(request):
         yield ranks
 
 
-@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
@@ -32,7 +32,8 @@ def ranks(request):
 def test_training_has_the_numbers_of_eager(ranks, kind, how, microbatches):
     for equal, changing, stats in ranks.run(programs.trains_as_eager, kind, how, microbatches):
         assert equal and changing
-        assert all(state == "captured" and replays > 20 and not why for state, replays, why in stats), stats
+        kept = programs.STEPS // 2  # those of warm-up calls are fewer than half
+        assert all(state == "captured" and replays > kept and not why for state, replays, why in stats), stats
 
 
 def test_layers_around_sharded_modules_are_eager_and_say_so(ranks):
