@@ -10,7 +10,6 @@ from tests.guards import staleness_pieces as pieces
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
-CHOSEN = random.Random(20).sample(list(dict.fromkeys(staleness.cells())), 160)
 # Each of these was silent once.
 FOUND = [
     "float / descriptor / variable / no_grad",
@@ -62,9 +61,14 @@ def test_a_change_that_went_unnoticed_once_is_noticed(cell, device):
         assert all(found.served[:3]), found
 
 
+@pytest.fixture(scope="module")
+def chosen():
+    return random.Random(20).sample(list(dict.fromkeys(staleness.cells())), 160)
+
+
 @pytest.mark.parametrize("part", range(8))
-def test_no_cell_of_a_sample_is_silent_and_nearly_all_come_from_graphs(part, device):
-    outcomes = {cell: staleness.outcome(cell, device) for cell in CHOSEN[part::8]}
+def test_no_cell_of_a_sample_is_silent_and_nearly_all_come_from_graphs(part, chosen, device):
+    outcomes = {cell: staleness.outcome(cell, device) for cell in chosen[part::8]}
     programs = {cell: found for cell, found in outcomes.items() if found is not None}
     assert not {str(cell): found for cell, found in programs.items() if found.wrong}
     eager = [cell for cell, found in programs.items() if not all(found.served[:3])]
