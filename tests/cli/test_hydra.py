@@ -357,7 +357,7 @@ def test_a_changed_file_is_seen_at_once(run, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("at", ["on_run_start", "on_run_end", "on_job_start"])
 def test_what_a_callback_raises_is_an_error(run, tmp_path, at):
-    callback = f"+hydra.callbacks.mine={{_target_:test_hydra.Failing,at:{at}}}"
+    callback = f"+hydra.callbacks.mine={{_target_:{__name__}.Failing,at:{at}}}"
     status, _, said = run(*SMALL, callback, "hydra.run.dir=mine")
     (error,) = [line for line in said.splitlines() if line.startswith("error: ")]
     assert status == 1 and error == f"error: Callback Failing.{at} raised ValueError: no disk for the callback"
@@ -365,7 +365,7 @@ def test_what_a_callback_raises_is_an_error(run, tmp_path, at):
 
 
 def test_a_callback_hears_of_the_end_of_a_job(run, tmp_path):
-    callback = "+hydra.callbacks.mine._target_=test_hydra.Noting"
+    callback = f"+hydra.callbacks.mine._target_={__name__}.Noting"
     assert run(*SMALL, callback, "hydra.run.dir=mine")[0] == 0
     status, loss = (tmp_path / "noted").read_text().split()
     losses = json.loads((tmp_path / "mine" / "result.json").read_text())["losses"]
