@@ -168,7 +168,7 @@ def signals():
 
 def test_what_takes_too_long_is_ended(saved, signals, monkeypatch, capsys):
     one, said = Client(), Queue()
-    monkeypatch.setattr(run, "show", said.put)
+    monkeypatch.setattr(run, "tell", said.put)
 
     def interrupt():
         one.port = int(said.get(timeout=60).rpartition(":")[2])
