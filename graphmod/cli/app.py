@@ -44,7 +44,6 @@ from graphmod.cli.errors import (
     unknown_flag,
     unknown_key,
     without_name,
-    without_value,
 )
 from graphmod.cli.start import CONFIGS, show, shown, version
 from graphmod.decode.types import EngineConfig
@@ -278,7 +277,9 @@ class App:
         if not bare:
             raise ConfigError(f"{override!r} names no setting; write key=value, such as train.steps=3")
         if not value and bare not in self.texts and not bare.startswith("hydra."):
-            raise ConfigError(without_value(key))
+            raise ConfigError(
+                f"'{key}=' has no value; write {key}=VALUE, without spaces around '=', or leave it out for its default"
+            )
         if bare in self.texts:
             return override if _is_quoted(override, value) else f"{key}={quoted(value)}"
         if value.startswith("~/"):  # bash leaves it so, and Hydra takes it for a deletion

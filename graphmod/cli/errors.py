@@ -370,11 +370,6 @@ def without_name(argument: str, before: str, kind: type) -> str:
     return f"{said}, such as {name}={_in_quotes(argument)}"
 
 
-def without_value(key: str) -> str:
-    """The error for `key=` with nothing behind it."""
-    return f"'{key}=' has no value; write {key}=VALUE, without spaces around '=', or leave it out for its default"
-
-
 def _in_quotes(text: str) -> str:
     return text if re.fullmatch(r"[\w./-]*", text, re.ASCII) else f'"{text}"'
 

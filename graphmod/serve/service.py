@@ -35,17 +35,36 @@ _SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 _LONG = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 
 
-class _Engine:
-    """The counters of an engine, as a collector.
+class Metrics:
+    """The metrics of one server, in a registry of their own, for which it collects those of the engine."""
 
-    Attributes:
-        counters: as `Host` tells them; None while there is no engine.
-    """
+    _counters: dict[str, float] | None = None
 
-    counters: dict[str, float] | None = None
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self.requests = Counter(
+            "graphmod_requests", "Requests, by what became of them", ["endpoint", "outcome"], registry=self._registry
+        )
+        self.first_token = self._seconds("time_to_first_token", "From a request to its first token", _LONG)
+        self.between_tokens = self._seconds("time_between_tokens", "Between tokens of one completion", _SHORT)
+        self.request_seconds = self._seconds("request", "From a request to the end of its answer", _LONG)
+        self._registry.register(self)
+
+    def _seconds(self, name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"graphmod_{name}_seconds", words, buckets=buckets, registry=self._registry)
+
+    def text(self, counters: dict[str, float] | None) -> bytes:
+        """All of them, in the text format of Prometheus.
+
+        Args:
+            counters: of the engine; None while there is none.
+        """
+        self._counters = counters
+        return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        if (found := self.counters) is None:
+        """Those of the engine."""
+        if (found := self._counters) is None:
             return
         tokens = CounterMetricFamily("graphmod_tokens", "Tokens, by kind", labels=["kind"])
         tokens.add_metric(["prompt"], found["prompt_tokens"])
@@ -63,33 +82,6 @@ class _Engine:
             (CounterMetricFamily, "prefix_tokens", "Tokens of prompts found in the cache"),
         ):
             yield family(f"graphmod_{counter}", words, value=found[counter])
-
-
-class Metrics:
-    """The metrics of one server, in a registry of their own."""
-
-    def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        self.requests = Counter(
-            "graphmod_requests", "Requests, by what became of them", ["endpoint", "outcome"], registry=self._registry
-        )
-        self.first_token = self._seconds("time_to_first_token", "From a request to its first token", _LONG)
-        self.between_tokens = self._seconds("time_between_tokens", "Between tokens of one completion", _SHORT)
-        self.request_seconds = self._seconds("request", "From a request to the end of its answer", _LONG)
-        self._engine = _Engine()
-        self._registry.register(self._engine)
-
-    def _seconds(self, name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"graphmod_{name}_seconds", words, buckets=buckets, registry=self._registry)
-
-    def text(self, counters: dict[str, float] | None) -> bytes:
-        """All of them, in the text format of Prometheus.
-
-        Args:
-            counters: of the engine; None while there is none.
-        """
-        self._engine.counters = counters
-        return generate_latest(self._registry)
 
 
 _COUNTERS_SECONDS = 5.0  # for the counters to come, before the metrics are told without them
@@ -334,11 +326,13 @@ class Admission:
                 "n",
             )
         if self.samples + samples > most:
+            # There probably is room after about as long as a request took lately.
+            mean = sum(self._seconds) / len(self._seconds) if self._seconds else 1.0
             raise ApiError(
                 429,
                 f"the queue is full: {counted(self.samples, 'completion')} of at most {most} run or wait",
                 code="queue_full",
-                retry_after=self.retry_after(),
+                retry_after=max(1, min(_LONGEST_WAIT, round(mean))),
             )
         self.samples, self.requests = self.samples + samples, self.requests + 1
         began = time.monotonic()
@@ -347,11 +341,6 @@ class Admission:
         finally:
             self.samples, self.requests = self.samples - samples, self.requests - 1
             self._seconds.append(time.monotonic() - began)
-
-    def retry_after(self) -> int:
-        """Seconds after which there probably is room: about as long as a request took lately."""
-        mean = sum(self._seconds) / len(self._seconds) if self._seconds else 1.0
-        return max(1, min(_LONGEST_WAIT, round(mean)))
 
 
 class Service:
