@@ -1,7 +1,7 @@
 """The tables of the pages, from `benchmarks/results/`. `make docs` puts each where a page has `<!-- table: NAME -->`.
 
-    python benchmarks/tables.py            # writes those of the README
-    python benchmarks/tables.py --check    # exit status 1 if the README does not show the results
+    python benchmarks/tables.py            # writes those of the README, and its picture
+    python benchmarks/tables.py --check    # exit status 1 if the README or its picture does not show the results
     python benchmarks/tables.py decode     # prints one
 
 Imports nothing but the standard library, so that it runs wherever the results are looked at.
@@ -169,6 +169,31 @@ def summary(results: Result) -> str:
         f"{table(['', *SUMMARY.values()], rows)}\n\nMilliseconds per training step, {seen(found, 'gpu')}, torch "
         f"{seen(found, 'torch')}; in brackets the speed-up over eager, if measured on the same host."
     )
+
+
+BARS = {"eager": "#9aa5b1", "per_layer": "#4db6ac", "full_iteration": "#00897b", "full_iteration_compiled": "#004d40"}
+
+
+def picture(results: Result) -> str:
+    """The steps of shapes that one host measured in all of these modes, as bars: an SVG."""
+    cells, shown, y = cells_of(results), [], 44
+    for place, (mode, color) in enumerate(BARS.items()):
+        x = 10 + 140 * place
+        shown.append(f'<rect x="{x}" y="10" width="12" height="12" fill="{color}"/>')
+        shown.append(f'<text x="{x + 18}" y="20">{SUMMARY[mode].removeprefix("graphmod, ")}</text>')
+    for shape, name in shapes_of(timed(results)).items():
+        found = [cells.get((mode, shape), {}) for mode in BARS]
+        if any("step_ms" not in one or not of_one_host(one, found[0]) for one in found):
+            continue
+        shown.append(f'<text x="246" y="{y + 32}" text-anchor="end">{name}</text>')
+        for one, color in zip(found, BARS.values(), strict=True):
+            width = round(370 * one["step_ms"] / found[0]["step_ms"])
+            shown.append(f'<rect x="254" y="{y}" width="{width}" height="12" fill="{color}"/>')
+            shown.append(f'<text x="{width + 260}" y="{y + 10}" font-size="11">{one["step_ms"]:.1f} ms</text>')
+            y += 14
+        y += 20
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 700 {y}" font-family="sans-serif" font-size="12">'
+    return "\n".join([head, '<rect width="100%" height="100%" fill="#fff"/>', *shown, "</svg>\n"])
 
 
 # -- Megatron-core -----------------------------------------------------------------------------------------------------
@@ -634,27 +659,32 @@ def replaced(text: str, name: str, block: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Writes the tables of the README, checks or prints them; returns 0, 1 for a stale page, 2 for unusable files."""
+    """Writes what the README shows, checks it, or prints a table; returns 0, 1 if stale, 2 for unusable files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", nargs="?", choices=TABLES, help="prints this one, and writes nothing")
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if the README is stale")
     options = parser.parse_args(arguments)
+    image = options.readme.parent / "docs" / "images" / "steps.svg"
     try:
         if options.table:
             print(render(options.table))
             return 0
-        old = text = options.readme.read_text(encoding="utf-8")
+        text = options.readme.read_text(encoding="utf-8")
         for name in IN_README:
             text = replaced(text, name, render(name))
+        pages = {options.readme: text, image: picture(read("training"))}
+        stale = [path for path, new in pages.items() if not path.exists() or path.read_text(encoding="utf-8") != new]
     except (OSError, ValueError, KeyError, BadResults) as error:
         print(f"error: {RESULTS} and {options.readme}: {error!r}", file=sys.stderr)
         return 2
-    if options.check and text != old:
-        print(f"{options.readme} does not show {RESULTS}: run python benchmarks/tables.py", file=sys.stderr)
-    elif text != old:
-        options.readme.write_text(text, encoding="utf-8")
-    return int(options.check and text != old)
+    for path in stale:
+        if options.check:
+            print(f"{path} does not show {RESULTS}: run python benchmarks/tables.py", file=sys.stderr)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(pages[path], encoding="utf-8")
+    return int(options.check and bool(stale))
 
 
 if __name__ == "__main__":

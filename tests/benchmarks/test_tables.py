@@ -119,6 +119,15 @@ def test_a_stale_readme_is_noticed_and_written_anew(readme):
     assert tables.main(["--readme", str(readme)]) == 0
     assert readme.read_text() == (ROOT / "README.md").read_text()
     assert tables.main(["--readme", str(readme), "--check"]) == 0
+    (readme.parent / "docs" / "images" / "steps.svg").write_text("another picture")
+    assert tables.main(["--readme", str(readme), "--check"]) == 1
+
+
+def test_the_picture_has_bars_of_one_host_in_proportion():
+    shown = [measured("training", mode, SMALL, 10.0 if mode == "eager" else 5.0) for mode in tables.BARS]
+    svg = tables.picture({"results": [*shown, *TRAINING[:1]]})
+    assert svg.count(">5.0 ms<") == svg.count('width="185"') == 3 and svg.count('width="370"') == 1
+    assert "80.0 ms" not in svg  # eager alone was measured
 
 
 @pytest.mark.parametrize("broken", ["no markers", "no results", "nothing measured"])

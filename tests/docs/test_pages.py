@@ -123,6 +123,7 @@ def names():
     return {
         "model": model,
         "optimizer": optimizer,
+        "batches": [torch.randint(64, (2, 16))] * 6,
         "tokens": torch.randint(64, (2, 16)),
         "prompts": [[1, 2, 3], [4, 5]],
     }
@@ -132,8 +133,10 @@ def readme_code():
     return re.findall(r"^```python\n(.*?)^```", README.read_text(), flags=re.M | re.S)
 
 
-def test_the_step_of_the_readme_is_captured(names):
+def test_the_step_of_the_readme_is_captured(names, capsys):
     exec(readme_code()[0], names)
+    shown = capsys.readouterr().out
+    assert "state='captured'" in shown and "eager_calls=3" in shown and "replays=3" in shown
     losses = [names["train_step"](names["tokens"]).item() for _ in range(6)]
     assert losses[-1] < losses[0]
     assert names["train_step"].stats.replays >= 3 and names["train_step"].stats.failures == 0
