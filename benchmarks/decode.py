@@ -12,9 +12,6 @@ of transformers, and `8b_whole` 32 requests from their prompts to their last tok
 """
 
 import argparse
-import json
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -27,7 +24,7 @@ from benchmarks.decode_engine import measure_capture, time_engine, time_whole  #
 from benchmarks.decode_peers import time_generate, time_hand_graph  # noqa: E402
 from benchmarks.decode_ragged import measure_ragged  # noqa: E402
 from benchmarks.decode_shapes import SHAPES, SMOKE  # noqa: E402
-from benchmarks.options import chosen, gpu_is_there  # noqa: E402
+from benchmarks.options import chosen, gpu_is_there, in_process, keep, tell  # noqa: E402
 
 ENGINE_MODES = ("eager_step", "uncompiled", "compiled", "compiled_max")
 FLAGS = ("shapes", "modes", "steps", "attention")
@@ -118,55 +115,27 @@ def main() -> int:
     options = parser.parse_args()
     options.steps = options.steps or (12 if options.smoke else 96)
     if options.worker:
-        result = work(*options.worker, options.steps, options.attention, options.smoke)
-        print("RESULT " + json.dumps(result))
-        return 0
+        return tell(work(*options.worker, options.steps, options.attention, options.smoke))
     known = SMOKE if options.smoke else SHAPES
     shapes = chosen(parser, options.shapes, known, "--shapes") if options.shapes else list(known)
     modes = chosen(parser, options.modes, MODES, "--modes") if options.modes else MODES
     if not options.smoke and not gpu_is_there():
         return 2
-    results = []
+    failed = False
     for shape in shapes:
         for mode in modes:
             if mode not in modes_of(shape):
                 continue
-            command = [sys.executable, __file__, "--worker", mode, shape, "--steps", str(options.steps)]
-            command += ["--attention", options.attention, *(["--smoke"] if options.smoke else [])]
+            more = ["--steps", str(options.steps), "--attention", options.attention]
+            more += ["--smoke"] if options.smoke else []
             print(f"{shape:12} {mode:13} ...", file=sys.stderr, flush=True)
             began = time.perf_counter()
-            line, tail = None, f"no result after {options.timeout} s"
-            try:
-                done = subprocess.run(
-                    command, stdout=subprocess.PIPE, text=True, env={**os.environ}, timeout=options.timeout
-                )
-                line = next((x for x in done.stdout.splitlines() if x.startswith("RESULT ")), None)
-                tail = f"exit status {done.returncode}, see above"
-            except subprocess.TimeoutExpired:
-                pass
-            if line is None:
-                print(f"{shape:12} {mode:13} failed: {tail}", flush=True)
-                results.append({"mode": mode, "shape": shape, "error": tail})
-                continue
-            results.append(json.loads(line.removeprefix("RESULT ")))
-            print(f"{shape:12} {mode:13} {report(results[-1])}  ({time.perf_counter() - began:.0f} s)", flush=True)
-            write(options.out, results)
-    write(options.out, results)
-    return int(any("error" in result for result in results))
-
-
-def write(out: Path | None, results: list[dict[str, Any]]) -> None:
-    """Puts the results into `out`, in place of earlier ones of the same mode and shape."""
-    if out is None:
-        return
-    out.parent.mkdir(parents=True, exist_ok=True)
-    old = json.loads(out.read_text()) if out.is_file() else {"commands": [], "results": []}
-    new = {(result["mode"], result["shape"]) for result in results}
-    kept = [result for result in old["results"] if (result["mode"], result["shape"]) not in new]
-    flags = [f"--{name} {sys.argv[i + 1]}" for i, arg in enumerate(sys.argv) for name in FLAGS if arg == f"--{name}"]
-    command = " ".join(["python benchmarks/decode.py", *flags])
-    commands = [*(c for c in old["commands"] if c != command), command]
-    out.write_text(json.dumps({"commands": commands, "results": kept + results}, indent=1) + "\n")
+            result = {"mode": mode, "shape": shape} | in_process(__file__, (mode, shape), more, options.timeout)
+            failed = failed or "error" in result
+            said = f"failed: {result['error']}" if "error" in result else report(result)
+            print(f"{shape:12} {mode:13} {said}  ({time.perf_counter() - began:.0f} s)", flush=True)
+            keep(options.out, result, flags=FLAGS)
+    return int(failed)
 
 
 if __name__ == "__main__":

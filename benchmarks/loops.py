@@ -12,10 +12,7 @@ outside of the compiled model, and inside (`labels`), where TrainStep has it.
 """
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.options import chosen, gpu_is_there
+from benchmarks.options import chosen, gpu_is_there, in_process, keep, tell
 
 # Group -> its programs; each is compared with the last one of its group that ends in "*".
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -210,53 +207,30 @@ def main() -> int:
     parser.add_argument("--worker", nargs=2, metavar=("GROUP", "PROGRAM"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        print("RESULT " + json.dumps(work(*options.worker, options.steps, options.smoke)))
-        return 0
+        return tell(work(*options.worker, options.steps, options.smoke))
     groups = chosen(parser, options.groups, GROUPS, "--groups")
     if not options.smoke and not gpu_is_there():
         return 2
-    failed, results = False, []
+    failed = False
     for group in groups:
         reference = None
         for name in GROUPS[group]:
             program = name.removesuffix("*")
-            command = [sys.executable, __file__, "--worker", group, program, "--steps", str(options.steps)]
-            command += ["--smoke"] if options.smoke else []
-            done, tail = None, f"no result after {options.timeout} s"
+            more = ["--steps", str(options.steps), *(["--smoke"] if options.smoke else [])]
+            result = {"group": group, "program": program}
             with tempfile.TemporaryDirectory() as own:  # each compiles what it needs itself
                 cache = str(options.caches / f"{group}-{program}") if options.caches else own
-                settings = {"env": {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}, "timeout": options.timeout}
-                try:
-                    done = subprocess.run(command, capture_output=True, text=True, **settings)
-                    tail = (done.stderr.strip().splitlines() or ["no output"])[-1]
-                except subprocess.TimeoutExpired:
-                    pass
-            line = next((x for x in (done.stdout if done else "").splitlines() if x.startswith("RESULT ")), None)
-            if line is None:
-                print(f"{group:16} {program:16} failed: {tail[:300]}", flush=True)
-                results.append({"group": group, "program": program, "error": tail})
+                found = in_process(__file__, (group, program), more, options.timeout, TORCHINDUCTOR_CACHE_DIR=cache)
+            result |= found
+            if "error" in result:
+                print(f"{group:16} {program:16} failed: {result['error'][:300]}", flush=True)
                 failed = True
-                continue
-            result = json.loads(line.removeprefix("RESULT "))
-            reference = result if name.endswith("*") else reference
-            result["against"] = reference["program"] if reference else None
-            results.append(result)
-            print(f"{group:16} {program:16} {report(result, reference)}", flush=True)
-            write(options.out, results)
+            else:
+                reference = result if name.endswith("*") else reference
+                result["against"] = reference["program"] if reference else None
+                print(f"{group:16} {program:16} {report(result, reference)}", flush=True)
+            keep(options.out, result, ("group", "program"), FLAGS)
     return int(failed)
-
-
-def write(out: Path | None, results: list[dict[str, Any]]) -> None:
-    """Puts the results into `out`, in place of earlier ones of the same programs."""
-    if out is None:
-        return
-    flags = [f"--{name} {sys.argv[i + 1]}" for i, arg in enumerate(sys.argv) for name in FLAGS if arg == f"--{name}"]
-    command = " ".join(["python benchmarks/loops.py", *flags])
-    new = {(one["group"], one["program"]): {"command": command, **one} for one in results}
-    old = json.loads(out.read_text())["results"] if out.is_file() else []
-    known = {(one["group"], one["program"]): one for one in old}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"results": list((known | new).values())}, indent=1) + "\n")
 
 
 def report(result: dict[str, Any], reference: dict[str, Any] | None) -> str:

@@ -22,10 +22,7 @@ the one that does nothing.
 
 import argparse
 import importlib.util
-import json
 import math
-import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -35,14 +32,13 @@ HERE = Path(__file__).resolve().parent
 # This file's name is also Megatron-core's package: its folder must not be searched for imports.
 sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
-from benchmarks.options import chosen, gpu_is_there  # noqa: E402
-from benchmarks.training import SHAPES, VOCABULARY, keep  # noqa: E402
+from benchmarks.options import chosen, gpu_is_there, in_process, keep, tell  # noqa: E402
+from benchmarks.training import SHAPES, VOCABULARY  # noqa: E402
 
 EAGER, BUILT_IN, GRAPHMOD = MODES = ("megatron_eager", "megatron_graphs", "megatron_graphmod")
 SMOKE = {"smoke": {"layers": 2, "width": 128, "batch": 2, "length": 64}}
 ALL_SHAPES = {**SHAPES, **SMOKE}
 FIRST = 8  # steps before the timed ones: graphmod captures in the fourth, Megatron-core after the first
-_ERROR = re.compile(r"^(?:\[rank\d+\]: )?(\w[\w.]*(?:Error|Exception|Interrupt)\b.*)")  # a traceback's last line
 INSTALL = (
     "skipped: Megatron-core is not installed. It is optional; to compare with it:\n"
     "    pip install --no-deps megatron-core\n"
@@ -207,24 +203,6 @@ def compare_losses(result: dict[str, Any], eager: dict[str, Any] | None) -> dict
     return {"losses_equal_eager": result["losses"] == eager["losses"], "largest_loss_difference": largest}
 
 
-def measure(mode: str, shape: str, steps: int, limit: float) -> dict[str, Any]:
-    """The result of a process of its own; where it failed, its `error`, with the end of what it printed shown."""
-    command = [sys.executable, __file__, "--worker", mode, shape, "--steps", str(steps)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=limit)
-        out, printed, end = done.stdout, done.stderr, f"exit status {done.returncode}"
-    except subprocess.TimeoutExpired as error:  # what it holds is bytes, whatever was asked for
-        out, printed = ((stream or b"").decode(errors="replace") for stream in (error.stdout, error.stderr))
-        end = f"still running after {limit:g} s (--timeout)"
-    line = next((x for x in out.splitlines() if x.startswith("RESULT ")), None)
-    if line is not None:  # also where the process could not end after that
-        return json.loads(line.removeprefix("RESULT "))
-    lines = printed.strip().splitlines()
-    print("\n".join(f"    {line[:300]}" for line in lines[-20:]), file=sys.stderr, flush=True)
-    found = next(filter(None, map(_ERROR.match, reversed(lines))), None)
-    return {"mode": mode, "shape": shape, "error": end if found is None else f"{end}: {found[1]}"}
-
-
 def show(result: dict[str, Any], eager: dict[str, Any] | None, took: float) -> None:
     head = f"{result['shape']:9} {result['mode']:18}"
     if "error" in result:
@@ -257,8 +235,7 @@ def main() -> int:
     if options.steps < 1:
         parser.error(f"--steps: {options.steps} is less than 1")
     if options.worker:
-        print("RESULT " + json.dumps(work(*options.worker, options.steps)), flush=True)
-        return 0
+        return tell(work(*options.worker, options.steps))
     shapes = ["smoke"] if options.smoke else chosen(parser, options.shapes, SHAPES, "--shapes")
     modes = chosen(parser, options.modes, MODES, "--modes")
     if options.smoke and options.out is not None:
@@ -274,12 +251,13 @@ def main() -> int:
         eager = None
         for mode in modes:
             began = time.perf_counter()
-            result = measure(mode, shape, steps, options.timeout)
+            result = {"mode": mode, "shape": shape}
+            result |= in_process(__file__, (mode, shape), ("--steps", str(steps)), options.timeout)
             if mode == EAGER and "error" not in result:
                 eager = result
             if "error" not in result:
                 result |= compare_losses(result, eager)
-            keep(options.out, result, script="megatron.py")
+            keep(options.out, result)
             show(result, eager, time.perf_counter() - began)
             failed = failed or "error" in result
     return int(failed)

@@ -25,8 +25,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.options import chosen, gpu_is_there
-from benchmarks.training import SHAPES, VOCABULARY, build, keep
+from benchmarks.options import chosen, gpu_is_there, keep
+from benchmarks.training import SHAPES, VOCABULARY, build
 
 DDP = ("one_gpu", "ddp_eager", "ddp_compiled", "ddp_layers", "flat", "ddp", "ddp_one_stream")
 SHARDED = ("fsdp_eager", "fsdp_layers", "fsdp", "tp_eager", "tp_layers", "tp")
@@ -256,7 +256,7 @@ def main() -> int:
         alone: dict[bool, float] = {}  # compiled or not -> ms of one GPU
         for mode in modes:
             result = measure(mode, shape, options.steps, options.gpus, options.timeout)
-            keep(options.out, result, "parallel.py")
+            keep(options.out, result)
             if "error" in result:
                 print(f"{shape:9} {mode:14} failed: {result['error']}", flush=True)
                 failed = True

@@ -449,8 +449,8 @@ def decode(results: Result) -> str:
         about = f"{one['batch']} requests of {one['context']} tokens with {one['new']} new ones, prefill included"
         parts += [f"{about}, {MODELS[one['hidden_size']]}:", table(head, rows)]
     parts.append(
-        f"{seen(found, 'gpu')}, torch {seen(found, 'torch')}, transformers {seen(found, 'transformers')}, "
-        f"{seen(found, 'date')}: `{' ; '.join(results['commands'])}`"
+        f"{seen(found, 'gpu')}, torch {seen(found, 'torch')}, transformers {seen(found, 'transformers')}. "
+        f"{ran([one for one in results['results'] if 'environment' in one])}"
     )
     return "\n\n".join(parts)
 

@@ -9,9 +9,6 @@ CudaGraphModule (skipped where tensordict is not installed: pip install tensordi
 
 import argparse
 import importlib.util
-import json
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,7 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.options import chosen, gpu_is_there
+from benchmarks.options import chosen, gpu_is_there, in_process, keep, tell
 
 SHAPES: dict[str, dict[str, int]] = {
     "small": {"layers": 12, "width": 768, "batch": 1, "length": 256},
@@ -39,7 +36,6 @@ OURS = {
 AUTO = {"auto": "none", "auto_compiled": "default"}
 PEERS = ("make_graphed_callables", "compile_reduce_overhead", "tensordict")
 MODES = (*OURS, *AUTO, *PEERS)
-FLAGS = ("shapes", "modes", "steps")
 VOCABULARY = 32_000
 
 
@@ -206,18 +202,6 @@ def work(mode: str, name: str, steps: int) -> dict[str, Any]:
     return result | {"environment": environment()}
 
 
-def keep(out: Path | None, result: dict[str, Any], script: str = "training.py") -> None:
-    """Writes a result into the file at once, so that nothing is lost; those of other shapes and modes stay."""
-    if out is None:
-        return
-    results = json.loads(out.read_text())["results"] if out.exists() else []
-    results = [one for one in results if (one["mode"], one["shape"]) != (result["mode"], result["shape"])]
-    flags = [f"--{name} {sys.argv[i + 1]}" for i, arg in enumerate(sys.argv) for name in FLAGS if arg == f"--{name}"]
-    results.append({"command": " ".join([f"python benchmarks/{script}", *flags]), **result})
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"results": results}, indent=1) + "\n")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(SHAPES), help=f"of {', '.join(SHAPES)}")
@@ -229,8 +213,7 @@ def main() -> int:
     parser.add_argument("--worker", nargs=2, metavar=("MODE", "SHAPE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        print("RESULT " + json.dumps(work(*options.worker, options.steps)))
-        return 0
+        return tell(work(*options.worker, options.steps))
     shapes = chosen(parser, options.shapes, SHAPES, "--shapes")
     modes = chosen(parser, options.modes, MODES, "--modes")
     if not gpu_is_there():
@@ -241,18 +224,15 @@ def main() -> int:
             if mode == "tensordict" and importlib.util.find_spec(mode) is None:
                 print(f"{shape:9} {mode:26} skipped: it is not installed (pip install tensordict)", flush=True)
                 continue
-            command = [sys.executable, __file__, "--worker", mode, shape, "--steps", str(options.steps)]
             began = time.perf_counter()
-            done = subprocess.run(command, capture_output=True, text=True, env={**os.environ})
-            line = next((x for x in done.stdout.splitlines() if x.startswith("RESULT ")), None)
-            if line is None:
-                tail = (done.stderr.strip().splitlines() or ["no output"])[-1]
-                print(f"{shape:9} {mode:26} failed: {tail[:160]}", flush=True)
-                keep(options.out, {"mode": mode, "shape": shape, "error": tail})
+            result = {"mode": mode, "shape": shape} | in_process(
+                __file__, (mode, shape), ("--steps", str(options.steps))
+            )
+            keep(options.out, result)
+            if "error" in result:
+                print(f"{shape:9} {mode:26} failed: {result['error'][:160]}", flush=True)
                 failed = True
                 continue
-            result = json.loads(line.removeprefix("RESULT "))
-            keep(options.out, result)
             print(
                 f"{shape:9} {mode:26} step {result['step_ms']:8.3f} ms  free {result['free_ms']:8.3f}  host "
                 f"{result['host_ms']:7.3f}  busy {result['busy_ms']:8.3f}  kernels {result['kernels']:6.0f}  reserved "
