@@ -403,7 +403,7 @@ class Notes:
         """Takes in that a module is called."""
         if not self.modules:
             for hooks in _GLOBAL_HOOKS:
-                self.look_inside(getattr(nn.modules.module, hooks, {}))
+                self.note_items(getattr(nn.modules.module, hooks, {}))
         if identity(module) in self.modules or not self.ages.is_old(module):
             return
         self.modules[identity(module)] = module
@@ -433,7 +433,7 @@ class Notes:
         for name in HELD_BY_MODULE:
             held = attributes.get(name)
             if held is not None:
-                self.look_inside(self.belongs(held, attributes))
+                self.note_items(self.belongs(held, attributes))
 
     def special(self, owner: Any, function: types.FunctionType) -> None:
         """Takes in that a function runs as a special method of an object, such as `__len__`."""
@@ -455,17 +455,17 @@ class Notes:
 
     def opaque_module(self, module: nn.Module) -> None:
         """Takes in that all of a module may be read."""
-        self.look_inside(self._held_by(module, OpaqueModule))
+        self.note_items(self._held_by(module, OpaqueModule))
 
     def cached(self, function: Any) -> None:
         """Notes what an `lru_cache` may return without calling its function, unless that is too much."""
         cached = self._held_by(function, Cached)
         if len(cached.content()) <= _MOST_CACHED:
-            self.look_inside(cached)
+            self.note_items(cached)
 
     def asked(self, owner: Any, of: str, ask: Callable[[], Any]) -> None:
         """Takes in that code asks something of an object, which only a function in C can tell."""
-        self.look_inside(self._held_by(owner, lambda _: Answer(of, ask)))
+        self.note_items(self._held_by(owner, lambda _: Answer(of, ask)))
 
     def _held_by(self, value: Any, view: Callable[[Any], Any]) -> Any:
         """A view of what an object holds in C, always the same one."""
@@ -533,7 +533,7 @@ class Notes:
             if isinstance(owner, tuple):  # of whose fields each is an item
                 self._in_tuple(owner, value)
             elif isinstance(owner, (numpy.ndarray, *BUFFERS)) and name not in _OF_FORM:
-                self.look_inside(owner)
+                self.note_items(owner)
             return value
         if place.shared is not None:
             return self._of_class(owner, name, place)
@@ -624,11 +624,11 @@ class Notes:
                     self.attribute(owner, name)
             return
         found = [self.attribute(owner, "__dict__")]
-        self.look_inside(found[0])
+        self.note_items(found[0])
         for base in (owner if isinstance(owner, type) else type(owner)).__mro__:
             if not is_made_by_code(base) or is_of_library(base):
                 break
-            self.look_inside(self._class_dict(base), depth=0)
+            self.note_items(self._class_dict(base), depth=0)
             slots = [name for name, value in vars(base).items() if isinstance(value, types.MemberDescriptorType)]
             found.append({name: self.attribute(owner, name) for name in slots})
         if depth > 1 and identity(owner) not in self._deep:
@@ -657,7 +657,7 @@ class Notes:
         """The value of an item, noted; MISSING, UNKNOWN or CODE where there is none to be had."""
         place = find_item(owner, key)
         if place is None:
-            self.look_inside(owner)
+            self.note_items(owner)
             return CODE
         if isinstance(owner, tuple):
             self._in_tuple(owner, place.value)
@@ -758,10 +758,10 @@ class Notes:
         if not is_library(function.__code__.co_filename):
             for name in Fields.NAMES:
                 self._note(function, Place(Fields(function), name, getattr(function, name)))
-            self.look_inside(function.__defaults__)
-            self.look_inside(function.__kwdefaults__)
+            self.note_items(function.__defaults__)
+            self.note_items(function.__kwdefaults__)
 
-    def look_inside(self, value: Any, depth: int = _DEPTH) -> None:
+    def note_items(self, value: Any, depth: int = _DEPTH) -> None:
         """Notes the items of a container that code goes through, or passes to code that may."""
         if type(value) in _PROXIES:
             value = self._behind(value)
@@ -794,7 +794,7 @@ class Notes:
         few = len(items) <= _MOST_INSIDE
         if not old:  # what the call made itself, and may hold tensors, is not kept; what is in it may have been there
             for item in items if few and depth else ():
-                self.look_inside(item, depth - 1)
+                self.note_items(item, depth - 1)
         elif not (isinstance(value, tuple) and all(is_plain(item) for item in items)):
             self.contents[identity(value)] = (value, items, self.here())
             for item in items:
@@ -802,4 +802,4 @@ class Notes:
                 if isinstance(item, Tensor):
                     self._tensor(item)
                 elif depth and few and (isinstance(item, _FOLLOWED) or is_small_array(item)):
-                    self.look_inside(item, depth - 1)
+                    self.note_items(item, depth - 1)

@@ -128,7 +128,7 @@ class Reading:
             value = self._behind(value)
         if sort == OTHER:
             self._notes.chance.meet(value, self._notes.where)
-        self._notes.look_inside(value)
+        self._notes.note_items(value)
         if kind is dict and "_parameters" in value:  # the attributes of a module, whole
             self._notes.held_by_module(value)
 
@@ -316,7 +316,7 @@ class Reading:
         elif not _tells_nothing(function, kind):
             notes.chance.meet(function, notes.where)
             self._called_object(function, kind, given)
-            notes.look_inside(function)
+            notes.note_items(function)
         self._arguments(given, used)
         if reads is not None and given:
             reads(self, function, given)
