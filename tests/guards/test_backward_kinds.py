@@ -2,8 +2,10 @@
 combinations, and gives eager's numbers, call for call, whether its graph serves or it stays eager."""
 
 import collections
+import functools
 import itertools
 import logging
+import queue
 import random
 import types
 
@@ -316,3 +318,29 @@ def test_a_backward_that_reads_a_gradient_on_the_host_is_refused_before_its_capt
     assert call.stats.captures == 0
     assert len([one for one in caplog.records if one.name == "program"]) == 2 * STEPS  # in no capture
     assert f"in {read} (in the backward pass)" in call.last_failure
+
+
+# -- hooks in C --------------------------------------------------------------------------------------------------------
+KEEPERS = {
+    "list": (list, lambda kept: kept.append, len),
+    "queue": (queue.SimpleQueue, lambda kept: kept.put, queue.SimpleQueue.qsize),
+    "dict": (dict, lambda kept: functools.partial(kept.__setitem__, "last"), lambda kept: id(kept["last"])),
+}
+
+
+@pytest.mark.parametrize("kind", KEEPERS)
+def test_a_function_in_c_as_a_hook_loses_no_gradient(kind):
+    make, hook, told = KEEPERS[kind]
+    kept, layer = make(), nn.Linear(4, 4)
+
+    def forward(x):
+        y = layer(x)
+        y.register_hook(hook(kept))
+        return y.tanh()
+
+    call, seen = CUDAGraphModule(forward, config()), []
+    for _ in range(8):
+        call(torch.ones(2, 4)).sum().backward()
+        seen.append(told(kept))
+    assert kind == "dict" or seen == list(range(1, 9))
+    assert not call.stats.replays
