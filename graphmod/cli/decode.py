@@ -207,6 +207,9 @@ def _run(config: GenerateConfig, folder: Path, prompts: list[Prompt], out: Outpu
     codec = codec_for(folder, config.tokenizer)
     for prompt in prompts:
         prompt.apply_template(codec, config.prompts_file)
+        if not prompt.asked and not codec.encode(""):  # no token of the start, either
+            which = f"line {prompt.line} of {config.prompts_file}" if config.prompts_file else "the prompt"
+            raise RequestError(f"{which} is empty; write some text")
     model = load_model(folder, config.model, codec)
     engine = DecodeEngine(model, config.engine(len(prompts) * config.decode.n), codec=codec)
     sampling = engine.requests.defaults.fill(config.sampling())

@@ -70,6 +70,12 @@ def test_prompts_of_windows_editors_are_read_or_say_how_to_convert_them(generate
     assert status == 2 and "wide.txt is not UTF-8 but UTF-16; convert it: iconv -f UTF-16 -t UTF-8 wide.txt" in said
 
 
+def test_an_empty_prompt_is_refused_before_the_model_is_loaded(generate, tmp_path, no_model):
+    assert generate("prompt=")[::2] == (2, "error: the prompt is empty; write some text\n")
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"prompt": ""}\n')
+    assert generate("prompts_file=p.jsonl")[::2] == (2, "error: line 2 of p.jsonl is empty; write some text\n")
+
+
 @pytest.mark.parametrize("out", ["p.out.jsonl", "mine.jsonl"])
 def test_completions_of_an_earlier_run_are_kept_unless_told(generate, tmp_path, out):
     (tmp_path / "p.txt").write_text("a\nb\n")
@@ -176,6 +182,11 @@ def test_json_lines_keep_their_other_fields(generate, tmp_path):
     first, second = sorted(written, key=lambda line: line["index"])
     assert (first["prompt"], first["id"], second["meta"]) == ("a\u2028b", 7, {"x": [1]})
     assert first["text"] == ByteCodec().decode(first["tokens"])  # a field of the output is the output's
+
+
+def test_a_setting_of_the_library_is_named_as_the_command_has_it(generate):
+    said = generate("prompt=a", "decode.attention=flashinfer")[2]
+    assert "error: decode.attention=flashinfer cannot be used" in said
 
 
 def test_several_greedy_samples_are_said_to_be_the_same(generate):
