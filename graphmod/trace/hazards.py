@@ -352,7 +352,7 @@ class Check:
 
     def _gpu_reason(self, about: Facts, args: tuple, kwargs: dict, given: list[Tensor]) -> Reason | None:
         cuda = [tensor for tensor in given if tensor.is_cuda]
-        host = [t for t in given if not t.is_cuda and not self._origins.of_kernels(address(t))]
+        host = [t for t in given if not (t.is_cuda or t.is_meta or self._origins.of_kernels(address(t)))]
         if about.name == "aten::_to_copy":
             target = kwargs.get("device")
             kind = torch.device(target).type if target is not None else given[0].device.type
