@@ -1,7 +1,7 @@
 """A capture that fails costs one eager call and nothing else: not the numbers, not the random stream, not memory."""
 
-import ctypes
 import gc
+import io
 import threading
 from queue import SimpleQueue
 
@@ -18,27 +18,29 @@ FAILING = {"an exception": ValueError, "no memory": torch.OutOfMemoryError, "a h
 class Trap:
     """Springs while it is armed and the code around it is being captured, where alone a host read is refused.
 
-    What arms it lies in memory of C, so that arming it is no change of anything that graphs guard.
+    What arms it lies where no guard looks, so that arming it is no change of anything that graphs guard.
     """
 
+    _ERRORS = (None, ValueError, torch.OutOfMemoryError, KeyboardInterrupt)
+
     def __init__(self):
-        self._state = (ctypes.py_object * 2)(None, None)
+        self._state = io.BytesIO(bytes(2))
 
     @property
     def armed(self):
-        return self._state[0]
+        return self._state.getvalue()[0]
 
     @armed.setter
     def armed(self, value):
-        self._state[0] = value
+        self._state.getbuffer()[0] = value
 
     @property
     def error(self):
-        return self._state[1]
+        return self._ERRORS[self._state.getvalue()[1]]
 
     @error.setter
     def error(self, value):
-        self._state[1] = value
+        self._state.getbuffer()[1] = self._ERRORS.index(value)
 
     def __call__(self, x):
         if self.armed:
@@ -334,7 +336,8 @@ def test_memory_is_back_after_failed_captures_and_reset(reason):
 
 def test_a_capture_in_one_thread_does_not_disturb_another(device):
     """While a layer is captured, another thread reads the random state, calls a module with hooks and trains."""
-    # Graphs do not watch locks. They do look at how long a queue is, which depends on how fast the other thread is.
+    # Of locks graphs compare only what a call asks of them. They do look at how long a queue is, which depends on how
+    # fast the other thread is.
     found, asked, done, over = SimpleQueue(), threading.Lock(), threading.Lock(), threading.Event()
     asked.acquire()
     done.acquire()
