@@ -7,7 +7,7 @@ import contextlib
 import ctypes
 import gc
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -206,9 +206,21 @@ class OutOfMemory(Exception):
     pass
 
 
+_free, _BINDINGS = Addresses.free, "cuda.bindings"
+
+
 def stand_in(fake, monkeypatch):
-    """Has a fake driver called from now on."""
-    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=fake))
+    """Has a fake driver called from now on. What another test has of a real GPU is given back to that."""
+    real = sys.modules.get(_BINDINGS)
+    monkeypatch.setitem(sys.modules, _BINDINGS, SimpleNamespace(driver=fake))
+    if isinstance(real, ModuleType):
+        monkeypatch.setattr(Addresses, "free", lambda space: _free_by(real, space))
+
+
+def _free_by(bindings, space):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, _BINDINGS, bindings)
+        _free(space)
 
 
 def addresses_of(fake):
@@ -216,9 +228,7 @@ def addresses_of(fake):
 
     class Own(Addresses):
         def free(self):
-            with pytest.MonkeyPatch.context() as patch:
-                stand_in(fake, patch)
-                super().free()
+            _free_by(SimpleNamespace(driver=fake), self)
 
     return Own
 
