@@ -229,16 +229,17 @@ def _store(into: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], key: Tens
         memory.index_put_(places, new.transpose(1, 2).reshape(-1, *memory.shape[2:]).to(memory.dtype))
 
 
-def slot_mapping(position: Tensor, block_table: Tensor, active: Tensor, block_size: int) -> Tensor:
-    """Where each row's token goes, (B,) int64 counted over all blocks; -1 for rows that are not active.
+def slot_mapping(position: Tensor, block_table: Tensor, active: Tensor, spare: Tensor, block_size: int) -> Tensor:
+    """Where each row's token goes, (B,) int64 counted over all blocks.
 
     Args:
         position: (B,) int64, of the token in its sequence.
         block_table: (B, blocks of a sequence) integers.
         active: (B,) bool.
+        spare: (B,) int64, for rows that are not.
     """
     block = block_table.gather(1, (position // block_size).unsqueeze(1)).squeeze(1)
-    return torch.where(active, block * block_size + position % block_size, -1)
+    return torch.where(active, block * block_size + position % block_size, spare)
 
 
 class Attends(Protocol):
@@ -300,7 +301,7 @@ class CacheView(StoringView):
         return super().update(key_states, value_states, layer_idx)
 
 
-class GatheredView(Cache):
+class GatheredView(StoringView):
     """What a model's own attention sees of the cache: every row's keys and values, ending in the last column.
 
     That is how a batch padded on the left lies in the cache of `model.generate`, so that any model that generates from
@@ -319,9 +320,8 @@ class GatheredView(Cache):
     def __init__(
         self, memory: PagedCache, slots: Tensor, block_table: Tensor, context: Tensor, columns: int, new: int
     ) -> None:
-        super().__init__(layers=[])
-        self.memory, self.block_table, self.context, self.columns = memory, block_table, context, columns
-        self.places = slots // memory.block_size, slots % memory.block_size
+        super().__init__(memory, slots)
+        self.block_table, self.context, self.columns = block_table, context, columns
         self._before = columns - new
         self._index: Tensor | None = None
 
@@ -333,7 +333,7 @@ class GatheredView(Cache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
         """Stores the new keys and values; returns all, (B, kv_heads, columns, head_dim)."""
-        self.memory.write(layer_idx, self.places, key_states, value_states)
+        super().update(key_states, value_states, layer_idx)
         if not self._before:
             return key_states, value_states
         if self._index is None:

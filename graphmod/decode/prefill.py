@@ -594,11 +594,9 @@ class PaddedPrefill:
         offset = torch.arange(longest, device=memory.device)
         position = (start + offset).repeat(len(pieces))
         real = (offset < lengths.unsqueeze(1)).reshape(-1)
-        slots = slot_mapping(position, table.repeat_interleave(longest, 0), real, size)
-        spare = memory.spare_slots[torch.arange(len(slots), device=memory.device) % len(memory.spare_slots)]
-        view = GatheredView(
-            memory, torch.where(slots < 0, spare, slots), table, start + lengths, start + longest, longest
-        )
+        spare = memory.spare_slots[torch.arange(len(real), device=memory.device) % len(memory.spare_slots)]
+        slots = slot_mapping(position, table.repeat_interleave(longest, 0), real, spare, size)
+        view = GatheredView(memory, slots, table, start + lengths, start + longest, longest)
         last = sorted({len(piece.tokens) - 1 for piece in pieces})
         scored = pieces[0].targets is not None
         keep = self.to_device(last, torch.int64)

@@ -353,8 +353,8 @@ def next_logits(model: PreTrainedModel, memory: PagedCache, rows: Rows, visited:
         own: whether the model attends by itself; else with the attention function that it is set to.
     """
     token, position, active = rows.integers[:, TOKEN], rows.integers[:, POSITION], rows.integers[:, ACTIVE] > 0
-    slots = slot_mapping(position, rows.block_table, active, memory.block_size)
-    slots = torch.where(slots < 0, memory.spare_slots[: len(slots)], slots)
+    spare = memory.spare_slots[: len(active)]
+    slots = slot_mapping(position, rows.block_table, active, spare, memory.block_size)
     context = torch.where(active, position + 1, 0)
     position = position.unsqueeze(1)
     if own:

@@ -128,11 +128,11 @@ def test_compiled_steps_see_weights_that_change_and_notice_weights_that_move(arc
     assert engine.stats.total("recaptures") == 1
 
 
-def test_slots_follow_the_block_table_and_padding_has_none(device):
+def test_slots_follow_the_block_table_and_padding_has_spare_ones(device):
     table = torch.tensor([[7, 3], [5, 9], [4, 2]], device=device)
     position = torch.tensor([0, 6, 3], device=device)
     active = torch.tensor([True, True, False], device=device)
-    assert slot_mapping(position, table, active, 4).tolist() == [28, 38, -1]
+    assert slot_mapping(position, table, active, torch.tensor([1, 2, 3], device=device), 4).tolist() == [28, 38, 3]
 
 
 @pytest.mark.gpu
