@@ -1,5 +1,5 @@
-"""Attention over the paged cache in decode steps: the SDPA reference, flex attention, FlashInfer's XQA and kernels of
-this package; and the choice between them, by a rule or by what each takes on this GPU.
+"""Attention over the paged cache in decode steps: the SDPA reference, FlashInfer's XQA and kernels of this package; and
+the choice between them, by a rule or by what each takes on this GPU.
 
 They are registered with transformers' `AttentionInterface`, so that a model's own code and weights are used; none has
 "flash" in its name, which transformers would take for its own. As there is no mask function of these names,
@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import torch
 from packaging.version import InvalidVersion, Version
 from torch import Tensor, library
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -32,7 +31,7 @@ from graphmod.decode.cache import Attends, CacheView, Layer, PagedCache
 from graphmod.decode.step import context_sizes
 from graphmod.decode.types import AttentionName
 from graphmod.errors import ConfigError
-from graphmod.fuse.inductor import compiled_code, for_decode, graph_milliseconds
+from graphmod.fuse.inductor import graph_milliseconds
 
 log = logging.getLogger("graphmod")
 
@@ -47,7 +46,6 @@ class Implementation(NamedTuple):
             few numbers of visited tokens.
         unavailable: why it cannot be used with a cache, or None; asked of every implementation, so it must be quick.
         prepare: what takes long, for the one that is to be used: loads it, takes memory. Why that failed, or None.
-        compiled: whether dynamo compiles it, in the first step of each batch size.
     """
 
     name: str | None
@@ -55,7 +53,6 @@ class Implementation(NamedTuple):
     stops_at_context: bool
     unavailable: Callable[[PagedCache], str | None]
     prepare: Callable[[PagedCache], str | None] = lambda _: None
-    compiled: bool = False
 
     def register(self) -> None:
         """Lets transformers find it."""
@@ -116,12 +113,19 @@ def _sdpa_unavailable(memory: PagedCache) -> str | None:
     return "SDPA caps no scores" if any(layer.softcap for layer in memory.layers) else None
 
 
-def _gpu_unavailable(memory: PagedCache, widest: int | None = None) -> str | None:
-    """Why kernels that are compiled for this cache cannot be, or None.
+@functools.cache
+def _processors(device: torch.device) -> int:
+    """How many multiprocessors a GPU has, which parts of all rows and KV heads are to keep busy."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
-    Args:
-        widest: heads that they take; None for any.
-    """
+
+# -- kernels of this package: any GPU that Triton knows, nothing to install and little to compile ----------------------
+
+_WIDEST = 256
+
+
+def triton_unavailable(memory: PagedCache) -> str | None:
+    """Why it cannot be used with this cache, or None."""
     if memory.device.type != "cuda":
         return f"it needs a GPU, and the cache is on {memory.device}"
     if importlib.util.find_spec("triton") is None:
@@ -131,142 +135,9 @@ def _gpu_unavailable(memory: PagedCache, widest: int | None = None) -> str | Non
     if memory.block_size < 16 or memory.block_size & (memory.block_size - 1):
         return f"block_size={memory.block_size} is no power of two of at least 16"
     for width in sorted({width for layer in memory.layers for width in (layer.head_dim, layer.value_dim)}):
-        if width & (width - 1) or width < 16 or (widest is not None and width > widest):
-            return f"heads of {width} are no power of two " + (
-                "of at least 16" if widest is None else f"from 16 to {widest}"
-            )
+        if width & (width - 1) or not 16 <= width <= _WIDEST:
+            return f"heads of {width} are no power of two from 16 to {_WIDEST}"
     return None
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    """How many multiprocessors a GPU has, which parts of all rows and KV heads are to keep busy."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-# -- flex attention: torch alone, the block table as its BlockMask -----------------------------------------------------
-
-
-@functools.cache
-def _compiled() -> Any:
-    return for_decode(flex_attention)
-
-
-def prepare_flex(memory: PagedCache) -> None:
-    """Chooses how many blocks of keys and values are on their way while one is computed with: up to three, as far as
-    two programs of four warps fit in a multiprocessor's shared memory. On an H200, 32 rows of 545 tokens took 23.3 us a
-    layer with three, and 31.5 us with inductor's own choice.
-
-    Where the query heads of a KV head are no power of two, inductor takes another kernel, which is left alone.
-    """
-    memory.kernel_options = {}
-    powers = all((layer.heads // layer.kv_heads).bit_count() == 1 for layer in memory.layers)
-    width = max(layer.head_dim + layer.value_dim for layer in memory.layers)
-    block = min(memory.block_size, 64) * width * memory.dtype.itemsize
-    properties = torch.cuda.get_device_properties(memory.device)
-    stages = min(3, getattr(properties, "shared_memory_per_block_optin", 48 * 1024) // 2 // block)
-    if stages > 1 and powers:
-        memory.kernel_options = {"num_stages": stages, "num_warps": 4}
-    _compiled()  # a recorded step that made it would be refused, for it keeps what it made
-
-
-def block_mask(view: CacheView, tokens: int, layer: Layer) -> BlockMask:
-    """The blocks each row visits, from the one that the first token it sees is in to the one its context ends in.
-
-    All are given as partly masked ones: then the kernel divides what a row really visits among its splits, where with
-    "full" blocks it would divide the whole cache. All that is in a visited block is seen, but for the start of the
-    first and the end of the last.
-
-    Args:
-        tokens: slots of the whole cache, which flex attention sees as one long row of keys.
-        layer: one of those that look back as far.
-    """
-    size = view.memory.block_size
-    table = view.block_table.to(torch.int32)
-    count = (view.context + (size - 1)) // size
-    last = table.gather(1, (count - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
-    filled = view.context - (count - 1) * size
-    seen = layer.rule.first_seen(view.context)
-
-    def in_context(row: Tensor, head: Tensor, query: Tensor, slot: Tensor) -> Tensor:
-        return (slot // size != last[row]) | (slot % size < filled[row])
-
-    rule = in_context
-    if seen is not None:
-        before, skipped = seen // size, seen % size
-        first = table.gather(1, before.unsqueeze(1)).squeeze(1)
-        column = torch.arange(table.shape[1], device=table.device) + before.unsqueeze(1)
-        table = table.gather(1, column.clamp(max=table.shape[1] - 1))
-        count = count - before
-
-        def rule(row: Tensor, head: Tensor, query: Tensor, slot: Tensor) -> Tensor:
-            started = (slot // size != first[row]) | (slot % size >= skipped[row])
-            return started & in_context(row, head, query, slot)
-
-    # As wide as the cache has blocks, which is what lowerings check; no row visits that many.
-    indices = pad(table, (0, max(0, view.memory.blocks - table.shape[1])))
-
-    return BlockMask.from_kv_blocks(
-        count.to(torch.int32)[:, None, None],
-        indices[:, None, None, :],
-        BLOCK_SIZE=(128, size),
-        mask_mod=rule,
-        seq_lengths=(1, tokens),
-        compute_q_blocks=False,
-    )
-
-
-def paged_flex(
-    module: Attends,
-    query: Tensor,
-    *_: Any,
-    cache_view: CacheView,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Queries (B, heads, 1, head_dim) against the cache: (B, 1, heads, value_dim). On the rest see `paged_sdpa`.
-
-    Args:
-        softcap: what scores are capped at; s_aux: (heads,) logits of attention sinks.
-    """
-    view, memory = cache_view, cache_view.memory
-    layer, tokens = memory.layers[module.layer_idx], memory.blocks * memory.block_size
-    if layer.rule not in view.shared:
-        view.shared[layer.rule] = block_mask(view, tokens, layer)
-    keys, values = (held.flatten(0, 1).unsqueeze(0).transpose(1, 2) for held in memory.near(module.layer_idx))
-    query = query.to(keys.dtype)
-    settings = {
-        "block_mask": view.shared[layer.rule],
-        "scale": scaling,
-        "enable_gqa": query.shape[1] != layer.kv_heads,
-        "kernel_options": dict(memory.kernel_options),
-    }
-    if softcap is not None:
-        settings["score_mod"] = _capped(softcap)
-    if s_aux is not None:
-        settings["return_aux"] = AuxRequest(lse=True)
-    with compiled_code():
-        out = _compiled()(query, keys, values, **settings)
-    if s_aux is not None:
-        # A sink adds its exponential to the denominator and nothing to the numerator.
-        out, aux = out
-        out = out * torch.sigmoid(aux.lse - s_aux.to(aux.lse.dtype)[None, :, None]).unsqueeze(-1)
-    return out.transpose(1, 2).to(query.dtype), None
-
-
-@functools.cache  # one function for each cap: dynamo compiles for a function
-def _capped(cap: float) -> Callable:
-    def capped(score: Tensor, row: Tensor, head: Tensor, query: Tensor, slot: Tensor) -> Tensor:
-        return cap * torch.tanh(score / cap)
-
-    return capped
-
-
-# -- kernels of this package: any GPU that Triton knows, nothing to install and little to compile ----------------------
-
-_WIDEST = 256
 
 
 def prepare_triton(memory: PagedCache) -> None:
@@ -511,17 +382,13 @@ def paged_xqa(
 
 IMPLEMENTATIONS = {
     AttentionName.flashinfer: Implementation("graphmod_xqa", paged_xqa, True, xqa_unavailable, prepare_xqa),
-    AttentionName.flex: Implementation("graphmod_flex", paged_flex, True, _gpu_unavailable, prepare_flex, True),
-    AttentionName.triton: Implementation(
-        "graphmod_triton", paged_triton, True, functools.partial(_gpu_unavailable, widest=_WIDEST), prepare_triton
-    ),
+    AttentionName.triton: Implementation("graphmod_triton", paged_triton, True, triton_unavailable, prepare_triton),
     AttentionName.sdpa: Implementation("graphmod_sdpa", paged_sdpa, False, _sdpa_unavailable),
 }
 OWN = Implementation(None, None, False, lambda _: None)
 """The model's own attention, over keys and values that are gathered for it: what any model can use."""
 # What `auto` tries, in this order: a rule and no measurement, so that one model decodes with the same last bits in
-# every run. Not flex attention, which takes seconds to compile for each batch size, and longer in a step: compiled
-# steps of 1, 32 and 128 rows took 0.94, 1.69 and 4.09 ms with it, and 0.87, 1.66 and 3.89 with `triton`, on an H200.
+# every run.
 AUTO = (AttentionName.triton, AttentionName.flashinfer, AttentionName.sdpa)
 
 

@@ -62,7 +62,7 @@ class PagedCache:
     slot for each row, which nobody reads. Those of far layers are in the memory of the host (`Offload`), where anything
     can read them, and slowly; `near` has what a decode step reads.
     `scratch` is what attentions write to beside their results, by their names, for as long as the cache lives.
-    `kernel_options` are what an attention found to fit this cache. `pages` is the memory below keys and values.
+    `pages` is the memory below keys and values.
 
     Args:
         layers: what each layer keeps.
@@ -91,7 +91,6 @@ class PagedCache:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.scratch: dict[str, tuple[Tensor, ...]] = {}
-        self.kernel_options: dict[str, int] = {}
         self._buffers = offload.buffers if offload else 0
         self._far = far_layers(len(layers), offload.resident) if offload else []
         self._branches = (Branch(device), Branch(device)) if self._far else None

@@ -111,7 +111,7 @@ class DecodeEngine:
         self.scheduler = scheduler = Scheduler(BlockAllocator(blocks, size, memory.first_block), rows)
         step = DecodeStep(model, memory, own=chosen.name is None)
         contexts = context_sizes(size, table * size, chosen.stops_at_context)
-        self.graphs = graphs = BucketGraphs(step, state, config, contexts, chosen.compiled)
+        self.graphs = graphs = BucketGraphs(step, state, config, contexts)
         tokens = config.prefill_tokens
         scored = min(tokens, max(_LEAST_SCORED, _MOST_LOGITS // text.vocab_size))
         limits = Limits(tokens, _MOST_PIECES, max(min(table, blocks) * size, 4 * tokens), scored)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -493,7 +492,6 @@ class BucketGraphs:
         state: whose rows it works on.
         config: buckets, warm-up, failures, backend, and whether there are graphs at all.
         contexts: from `context_sizes`.
-        compiles: whether the first step of a batch size compiles attention.
     """
 
     def __init__(
@@ -502,7 +500,6 @@ class BucketGraphs:
         state: BatchState,
         config: EngineConfig,
         contexts: list[int | None],
-        compiles: bool,
     ) -> None:
         self.step, self.state, self.config, self.contexts = step, state, config, contexts
         self.sizes = config.bucket_sizes()
@@ -513,8 +510,6 @@ class BucketGraphs:
             max_graphs=1,
             verify=Verify.off,  # a token would come late
         )
-        # The last warm-up step is recorded: compilers take several times as long under its watch as in one before it.
-        self._of_steps = replace(self.settings, warmup_steps=config.warmup_steps + compiles)
         self.group = Group()
         self.wrappers: dict[Key, CUDAGraphModule] = {}
         self._counts = {size: BucketStats() for size in self.sizes}
@@ -547,7 +542,7 @@ class BucketGraphs:
         wrapper = self.wrappers.get(key)
         if wrapper is None:
             name = f"decode step of {size} row{'s' if size != 1 else ''}"
-            wrapper = self.wrappers[key] = CUDAGraphModule(self.step, self._of_steps, name=name, group=self.group)
+            wrapper = self.wrappers[key] = CUDAGraphModule(self.step, self.settings, name=name, group=self.group)
         while steps > 0:
             if self.compiler is None:
                 wrapper(state, visited, kind)
@@ -577,7 +572,7 @@ class BucketGraphs:
                 self.capturing = size
                 try:
                     # Compiled code runs once before it is captured.
-                    for _ in range(self._of_steps.warmup_steps + (1 if self.compiler is None else 3)):
+                    for _ in range(self.settings.warmup_steps + (1 if self.compiler is None else 3)):
                         self.launch(size, visited or 1, kind)
                 finally:
                     self.capturing = None

@@ -33,7 +33,6 @@ class AttentionName(str, Enum):
     auto = "auto"
     fastest = "fastest"
     sdpa = "sdpa"
-    flex = "flex"
     flashinfer = "flashinfer"
     triton = "triton"
     own = "own"
@@ -75,7 +74,7 @@ class EngineConfig:
             in each step: for a cache that is larger than the GPU. `none` keeps all on the GPU.
         offload_buffers: layers there is room for on the GPU at a time.
         offload_resident: the share of layers that stay on the GPU all the time, 0 to 1.
-        attention: `auto`, `fastest`, `sdpa`, `flex`, `flashinfer`, `triton` or `own`, the model's own attention.
+        attention: `auto`, `fastest`, `sdpa`, `flashinfer`, `triton` or `own`, the model's own attention.
         buckets: batch sizes that have a graph; null means 1, 2, 4, 8, 16, 24, 32, ... The maximum is always added.
         steps_per_sync: decode steps launched before results are read; one with `offload=layers`, whatever this says.
         prefill_tokens: tokens of prompts that are prefilled at once, at most; longer prompts go in pieces.

@@ -9,7 +9,6 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,14 +22,8 @@ from graphmod.wrap.extension import capture_launches, capturing
 
 log = logging.getLogger("graphmod")
 
-_MOST_COMPILED = 256  # batch sizes times rules of layers; dynamo's own limit is 8, and beyond it goes on uncompiled
 MOST_UNROLLED = 8  # numbers of a reduction, such as the stops of a row: a loop over them would be a kernel of its own
 _one_at_a_time = threading.RLock()  # what is patched belongs to the process
-
-
-def for_decode(function: Callable) -> Callable:
-    """`function` compiled by dynamo and inductor for CUDA graphs of fixed shapes."""
-    return torch.compile(function, dynamic=False, fullgraph=True, backend=partial(by_inductor, tuned=False))
 
 
 def compile_graph(graph: GraphModule, inputs: list[Tensor], tuned: bool) -> Callable[..., tuple]:
@@ -77,13 +70,6 @@ def by_inductor(graph: GraphModule, inputs: list[Any], tuned: bool) -> Callable[
     with _one_at_a_time, functorch_config.patch(enable_autograd_cache=True), waiting:
         found: Any = compile_fx(graph, inputs, config_patches=patches)
         return found
-
-
-def compiled_code() -> contextlib.AbstractContextManager:
-    """For code that dynamo compiles to run in: for as many batch sizes as there are."""
-    from graphmod.torch_private import dynamo_config
-
-    return dynamo_config.patch(recompile_limit=_MOST_COMPILED)
 
 
 # -- early launch ------------------------------------------------------------------------------------------------------

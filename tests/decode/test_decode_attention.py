@@ -2,19 +2,17 @@
 
 import itertools
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from graphmod.config import CompileMode
-from graphmod.decode import DecodeEngine, attention
+from graphmod.decode import DecodeEngine
 from graphmod.decode.attention import IMPLEMENTATIONS, paged_sdpa
 from graphmod.decode.cache import CacheView, PagedCache, slot_mapping, uniform
 from graphmod.decode.scheduler import BlockAllocator
 from graphmod.decode.step import context_sizes
 from graphmod.decode.types import AttentionName
-from graphmod.fuse.inductor import compiled_code
 from graphmod.trace.dispatch import is_recording
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Follower
@@ -84,11 +82,10 @@ def test_a_row_without_context_is_finite_or_ignored_but_never_spreads(device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", [AttentionName.flex, AttentionName.triton])
 @pytest.mark.parametrize("block_size", [16, 64, 128])
-def test_others_agree_with_it(name, dtype, block_size):
+def test_the_kernel_agrees_with_it(dtype, block_size):
     memory, table, context, query = filled(block_size, torch.device("cuda"), dtype)
-    found = IMPLEMENTATIONS[name]
+    found = IMPLEMENTATIONS[AttentionName.triton]
     reason = found.unavailable(memory) or found.prepare(memory)
     if reason is not None:
         pytest.skip(reason)
@@ -100,12 +97,11 @@ def test_others_agree_with_it(name, dtype, block_size):
 @pytest.mark.gpu
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("mode", [CompileMode.none, CompileMode.default])
-@pytest.mark.parametrize("attention", ["flex", "triton"])
-def test_kernels_in_a_graph_decode_the_tokens_of_generate(architecture, mode, attention):
+def test_kernels_in_a_graph_decode_the_tokens_of_generate(architecture, mode):
     model = tiny_model(architecture, torch.device("cuda"))
     if (model.config.get_text_config().hidden_size // 4) % 16 and architecture != "qwen3":
         pytest.skip("heads of this model are smaller than the kernels take")
-    engine = DecodeEngine(model, max_batch_size=4, block_size=16, attention=attention, compile=mode)
+    engine = DecodeEngine(model, max_batch_size=4, block_size=16, attention="triton", compile=mode)
     prompts = prompts_of(5, 20, 33)
     for prompt, done in zip(prompts, engine.generate(prompts, max_new_tokens=30), strict=True):
         assert done.tokens == reference(model, prompt, 30)
@@ -189,29 +185,10 @@ def test_compiled_code_is_used_in_a_capture_and_what_it_reads_is_known(device):
     weight = torch.randn(4, 4, device=device)
     product = torch.compile(lambda x: x @ weight, backend=backend, dynamic=False)
     x = torch.randn(2, 4, device=device)
-    with compiled_code():
-        expected = product(x)
+    expected = product(x)
     recorder = Follower([x], gpu=device.index or 0 if device.type == "cuda" else None)
     with recorder:
-        with compiled_code():
-            got = product(x)
+        got = product(x)
         assert is_recording(), "the recorder is back"
     assert len(compiled) == 1 and runs == [False, True]
     assert torch.equal(got, expected) and address(weight) in recorder.outside
-
-
-@pytest.mark.parametrize(
-    "heads, dtype, shared_memory, expected",
-    [
-        (16, torch.bfloat16, 227 * 1024, {"num_stages": 3, "num_warps": 4}),
-        (16, torch.bfloat16, 163 * 1024, {"num_stages": 2, "num_warps": 4}),
-        (16, torch.bfloat16, 99 * 1024, {}),
-        (16, torch.float32, 227 * 1024, {}),
-        (24, torch.bfloat16, 227 * 1024, {}),  # three query heads to a KV head: inductor takes another kernel
-    ],
-)
-def test_flex_attention_takes_what_fits_in_shared_memory(heads, dtype, shared_memory, expected, monkeypatch):
-    properties = SimpleNamespace(shared_memory_per_block_optin=shared_memory)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    memory = PagedCache(uniform(heads, 8, 128, 1), 2, 64, 2, dtype, torch.device("cpu"))
-    assert attention.prepare_flex(memory) is None and memory.kernel_options == expected

@@ -1,6 +1,5 @@
 """`attention=fastest` takes what a measurement finds the fastest; `auto` goes by a rule."""
 
-import contextlib
 import logging
 
 import pytest
@@ -10,17 +9,15 @@ from graphmod.cli import decode as run
 from graphmod.decode import DecodeEngine, attention
 from graphmod.decode.attention import IMPLEMENTATIONS, choose
 from graphmod.decode.types import AttentionName
-from graphmod.fuse.inductor import compiled_code
-from graphmod.trace.dispatch import is_recording
 from tests.decode.test_decode_attention import attend, filled
 from tests.support.decode_models import prompts_of, reference, tiny_model
 
-ALL = [AttentionName.flashinfer, AttentionName.flex, AttentionName.triton, AttentionName.sdpa]
+ALL = [AttentionName.flashinfer, AttentionName.triton, AttentionName.sdpa]
 
 
 @pytest.fixture
 def usable(monkeypatch):
-    """`usable("flex", ...)` makes these the implementations that can be used, besides the reference."""
+    """`usable("triton", ...)` makes these the implementations that can be used, besides the reference."""
 
     def set_usable(*names):
         for name in ALL[:-1]:
@@ -50,27 +47,9 @@ def test_with_one_candidate_nothing_is_measured(monkeypatch):
     assert engine.generate([prompt], max_new_tokens=10)[0].tokens == reference(model, prompt, 10)
 
 
-def test_attention_is_compiled_in_a_step_that_nobody_watches(usable, monkeypatch):
-    usable("flex")
-    watched = {}
-
-    def compiles(module, query, *args, **kwargs):
-        watched.setdefault(len(query), is_recording())  # dynamo compiles where it meets a batch size first
-        return attention.paged_sdpa(module, query, *args, **kwargs)
-
-    monkeypatch.setitem(
-        IMPLEMENTATIONS, AttentionName.flex, IMPLEMENTATIONS[AttentionName.flex]._replace(function=compiles)
-    )
-    engine = DecodeEngine(tiny_model("llama", torch.device("cpu")), max_batch_size=4, attention="flex")
-    watched.clear()
-    engine.warm_up(max_context=16, prefill=False, progress=False)
-    assert watched == {1: False, 2: False, 4: False}
-    assert all(bucket.state == "valid" for bucket in engine.stats.buckets.values())
-
-
-@pytest.mark.parametrize("winner", ["sdpa", "flashinfer", "flex"])
+@pytest.mark.parametrize("winner", ["sdpa", "flashinfer", "triton"])
 def test_the_smallest_time_wins(usable, monkeypatch, winner):
-    usable("flashinfer", "flex")
+    usable("flashinfer", "triton")
     asked = []
 
     def measure(candidates, memory, max_seq_len):
@@ -80,20 +59,20 @@ def test_the_smallest_time_wins(usable, monkeypatch, winner):
     monkeypatch.setattr(attention, "measure", measure)
     found, times = chosen("fastest")
     assert found is IMPLEMENTATIONS[AttentionName(winner)] and times[winner] == 1.0
-    assert asked == [(["flashinfer", "flex", "sdpa"], 128)]
+    assert asked == [(["flashinfer", "triton", "sdpa"], 128)]
 
 
 def test_what_was_measured_is_logged_and_reported(usable, monkeypatch, caplog):
-    usable("flex")
+    usable("triton")
     times = iter([12.34, 56.78])
     monkeypatch.setattr(attention, "time_graph", lambda *_: next(times))
     monkeypatch.setattr(torch.cuda, "device", lambda _: torch.inference_mode())
     with caplog.at_level(logging.INFO, "graphmod"):
         engine = DecodeEngine(tiny_model("llama", torch.device("cpu")), max_batch_size=4, attention="fastest")
-    assert "one layer with 4 rows takes flex 12.3 us, sdpa 56.8 us" in caplog.text
-    assert engine.attention.name == "graphmod_flex" and engine.stats.attention_us == {"flex": 12.34, "sdpa": 56.78}
+    assert "one layer with 4 rows takes triton 12.3 us, sdpa 56.8 us" in caplog.text
+    assert engine.attention.name == "graphmod_triton" and engine.stats.attention_us == {"triton": 12.34, "sdpa": 56.78}
     engine.generate(prompts_of(4), max_new_tokens=4)
-    assert "attention, per layer: flex 12.3 us, sdpa 56.8 us" in run.speed_of(4, 1.0, engine)
+    assert "attention, per layer: triton 12.3 us, sdpa 56.8 us" in run.speed_of(4, 1.0, engine)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +83,7 @@ def test_what_was_measured_is_logged_and_reported(usable, monkeypatch, caplog):
     ],
 )
 def test_a_candidate_that_fails_is_left_out(usable, monkeypatch, caplog, error, why):
-    usable("flashinfer", "flex")
+    usable("flashinfer", "triton")
     results = iter([AssertionError("page size"), error, 3.0])
 
     def timed(*_):
@@ -117,7 +96,7 @@ def test_a_candidate_that_fails_is_left_out(usable, monkeypatch, caplog, error, 
     monkeypatch.setattr(torch.cuda, "device", lambda _: torch.inference_mode())
     found, times = chosen("fastest")
     assert times == {"sdpa": 3.0} and found is IMPLEMENTATIONS[AttentionName.sdpa]
-    assert f"flex is skipped, because {why}" in caplog.text
+    assert f"triton is skipped, because {why}" in caplog.text
     assert "flashinfer is skipped, because it failed: page size" in caplog.text
 
 
@@ -130,10 +109,10 @@ def test_what_cannot_be_prepared_is_no_candidate(usable, monkeypatch):
 
 def test_auto_measures_nothing_and_goes_by_its_order(usable, monkeypatch):
     monkeypatch.setattr(attention, "measure", lambda *_: pytest.fail("measured"))
-    for names in (["flex", "triton", "flashinfer"], ["flex", "flashinfer"]):
+    for names in (["triton", "flashinfer"], ["flashinfer"]):
         usable(*names)
-        assert chosen("auto") == (IMPLEMENTATIONS[AttentionName(names[1])], {})
-    usable("flex")
+        assert chosen("auto") == (IMPLEMENTATIONS[AttentionName(names[0])], {})
+    usable()
     assert chosen("auto")[0] is IMPLEMENTATIONS[AttentionName.sdpa]
 
 
@@ -159,7 +138,7 @@ def test_the_fastest_is_one_that_was_measured_and_generates(mode):
     engine = DecodeEngine(model, max_batch_size=4, attention="fastest", compile=mode, buckets=[4])
     assert torch.equal(state, torch.cuda.get_rng_state()), "measuring draws no random numbers"
     times = engine.stats.attention_us
-    assert {"sdpa", "flex"} <= set(times) and all(0 < us < 1e5 for us in times.values())
+    assert {"sdpa", "triton"} <= set(times) and all(0 < us < 1e5 for us in times.values())
     assert engine.attention is IMPLEMENTATIONS[AttentionName(min(times, key=times.get))]
     prompts = prompts_of(5, 20, 33)
     for prompt, done in zip(prompts, engine.generate(prompts, max_new_tokens=30), strict=True):
@@ -174,8 +153,7 @@ def test_what_is_timed_runs_on_the_gpu_in_every_replay(compiled):
     add_one = torch.compile(lambda t: t.add_(1)) if compiled else (lambda t: t.add_(1))
 
     def add():
-        with compiled_code() if compiled else contextlib.nullcontext():
-            add_one(tensor)
+        add_one(tensor)
 
     assert 0 < attention.time_graph(add, 1) < 1e5
     replays = int(tensor[0].item()) - attention._WARMUP

@@ -349,7 +349,7 @@ def test_settings_that_cannot_be_used_name_the_way_out(device):
 def test_an_attention_that_is_not_available_says_why():
     model = tiny_model("llama", torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"GPU.*use auto, or: sdpa"):
-        DecodeEngine(model, attention="flex")
+        DecodeEngine(model, attention="triton")
 
 
 @pytest.mark.parametrize("after", [0, 1, 3, 9, 20])

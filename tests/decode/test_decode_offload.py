@@ -58,7 +58,7 @@ def test_so_are_those_of_other_models_and_settings(architecture, settings, devic
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("attention", ["sdpa", "triton", "flex"])
+@pytest.mark.parametrize("attention", ["sdpa", "triton"])
 @pytest.mark.parametrize("buffers", [1, 2, 4])
 @pytest.mark.parametrize("least", [1, 4096, 2**30])  # of an extent: all by the copy engine, some, none
 def test_kernels_read_what_was_brought(attention, buffers, least, monkeypatch):

@@ -15,7 +15,6 @@ from graphmod.decode.attention import IMPLEMENTATIONS, paged_sdpa
 from graphmod.decode.cache import CacheView, PagedCache, uniform
 from graphmod.decode.types import AttentionName
 from graphmod.errors import ConfigError
-from graphmod.fuse.inductor import compiled_code, for_decode
 from graphmod.trace.dispatch import hidden
 from tests.decode.test_decode_attention import KV_HEADS, WIDTH, Layer, attend, filled, plain
 from tests.support.decode_models import prompts_of, reference, tiny_model
@@ -247,8 +246,8 @@ def test_a_graph_follows_contexts_that_change(compiled):
         view = CacheView(memory, table.new_zeros(4), table, context, None)
         return attention.paged_xqa(Layer, query, cache_view=view)[0] * 1
 
-    run = for_decode(call) if compiled else call
-    with torch.inference_mode(), compiled_code():
+    run = torch.compile(call, dynamic=False, fullgraph=True) if compiled else call
+    with torch.inference_mode():
         run(query, table, context)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from graphmod import CUDAGraphModule
-from graphmod.fuse.inductor import compiled_code
 from graphmod.reads import frames
 from graphmod.reads.reading import Reading
 from graphmod.signature.call import Call
@@ -142,8 +141,7 @@ def test_what_is_compiled_in_the_recorded_call_is_no_change(backend, fresh_dynam
     compiled = torch.compile(lambda x: x.sin() * 2 + 1, backend=backend)
 
     def run(x):
-        with compiled_code():
-            return compiled(x)
+        return compiled(x)
 
     with torch.inference_mode():
         recording = record(Call(run, (torch.ones(8),), {}), None)
