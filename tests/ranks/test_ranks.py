@@ -84,8 +84,8 @@ def test_what_is_not_supported_stays_eager(ranks, settings, why):
     ],
 )
 def test_habits_have_the_numbers_of_eager(ranks, habit, layers):
-    if habit == "looks meanwhile" and ranks.device == "cuda":
-        pytest.skip("eager raises there: NCCL's broadcast of buffers counts as a change of what the backward needs")
+    if habit == "looks meanwhile" and (ranks.device == "cuda" or torch.__version__ < "2.12"):
+        pytest.skip("eager raises there: the broadcast of buffers counts as a change of what the backward needs")
     for equal, replays, why in ranks.run(habits.as_eager, habit, layers):
         assert equal
         counts = habit == "static accumulated" and not layers  # which a step may not do as it runs
