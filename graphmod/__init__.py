@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from graphmod.config import BackendName, CUDAGraphConfig
     from graphmod.decode.engine import DecodeEngine
     from graphmod.errors import BackwardUnavailable, CaptureRefused, ConfigError, GraphmodError
-    from graphmod.step.buffers import mark_static
     from graphmod.step.entry import GraphStats
+    from graphmod.step.static_inputs import mark_static
     from graphmod.train.settings import Scope
     from graphmod.train.step import TrainStep
     from graphmod.wrap.layers import graph_layers, ungraph
@@ -33,7 +33,7 @@ _HOMES = {
     "Scope": "graphmod.train.settings",
     "TrainStep": "graphmod.train.step",
     "graph_layers": "graphmod.wrap.layers",
-    "mark_static": "graphmod.step.buffers",
+    "mark_static": "graphmod.step.static_inputs",
     "ungraph": "graphmod.wrap.layers",
 }
 

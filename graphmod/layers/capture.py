@@ -18,9 +18,10 @@ from graphmod.layers.group import LayerGroup, Loans
 from graphmod.ranks.agreement import LateRanks
 from graphmod.ranks.fully_shard import taken_together
 from graphmod.reads.frames import noting
-from graphmod.step.buffers import StaticInput, StaticOutput, static_memory
 from graphmod.step.gradients import GradientBuffer, Whole, is_split, kind_of, part
 from graphmod.step.graph import ELSEWHERE, refuse_unseen
+from graphmod.step.static_inputs import StaticInput, static_memory
+from graphmod.step.static_outputs import StaticOutput
 from graphmod.torch_private import foreach_add_
 from graphmod.trace import dispatch
 from graphmod.trace.operations import address

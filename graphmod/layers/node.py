@@ -20,10 +20,10 @@ from graphmod.layers.uses import compare_sums
 from graphmod.ranks.agreement import Choice, LateRanks
 from graphmod.signature.flattening import rebuild
 from graphmod.signature.modes import FOREIGN, entered_again
-from graphmod.step.buffers import without_history
 from graphmod.step.dispatch import agrees
 from graphmod.step.entry import REPLAY
 from graphmod.step.log import cause_of
+from graphmod.step.static_inputs import without_history
 from graphmod.torch_private import keeps_graph, will_run
 from graphmod.trace.undo import let_through, under_way
 

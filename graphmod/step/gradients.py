@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from graphmod.step.buffers import can_swap, storage_over, swap_for_copy
 from graphmod.step.entry import Entry
+from graphmod.step.static_outputs import can_swap, storage_over, swap_for_copy
 from graphmod.torch_private import is_traceable_wrapper_subclass, storage_uses
 from graphmod.trace.operations import address
 

@@ -22,13 +22,13 @@ from graphmod.guards.hooks import HookWatch, has_gradient_hooks
 from graphmod.signature.call import Call, Flat, Given
 from graphmod.signature.flattening import rebuild
 from graphmod.signature.modes import AUTOCAST
-from graphmod.step.buffers import StaticInput, static_inputs, unlike_eager
 from graphmod.step.context import Context
 from graphmod.step.entry import Entry
 from graphmod.step.gradients import GradientBuffer, as_memory, is_split, lend, memory_of, part
 from graphmod.step.group import Tape
 from graphmod.step.recording import Recording
 from graphmod.step.results import Results, resolved
+from graphmod.step.static_inputs import StaticInput, static_inputs, unlike_eager
 from graphmod.torch_private import next_sequence_number, top_saved_tensors_hooks
 from graphmod.trace.generators import put_back
 from graphmod.trace.operations import address

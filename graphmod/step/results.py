@@ -16,8 +16,8 @@ from graphmod.errors import CaptureRefused
 from graphmod.signature.call import Flat
 from graphmod.signature.flattening import Content, Leaf, Opaque, Unrepeatable, parts, rebuild
 from graphmod.signature.signature import attributes_of, unusual
-from graphmod.step.buffers import StaticOutput
 from graphmod.step.entry import Entry
+from graphmod.step.static_outputs import StaticOutput
 from graphmod.torch_private import without_modes
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Follower

@@ -14,8 +14,8 @@ from torch import Tensor, distributed, nn
 from graphmod.config import CompileMode, CUDAGraphConfig, choice
 from graphmod.ranks.fully_shard import is_collected
 from graphmod.signature.flattening import flatten, rebuild
-from graphmod.step.buffers import mark_static
 from graphmod.step.entry import GraphStats
+from graphmod.step.static_inputs import mark_static
 from graphmod.torch_private import foreach_add_, foreach_copy_, foreach_mul_, unscale_, update_scale_
 from graphmod.train.loss import CountTargets, count_targets_of, criterion_of, next_token_loss, weighted_mean
 from graphmod.train.parallel import (

@@ -22,8 +22,8 @@ from graphmod.guards.changes import what_changed
 from graphmod.guards.guards import HOOKS, Guards, TensorWatch
 from graphmod.layers.group import LayerGroup as Group
 from graphmod.signature.call import Call
-from graphmod.step.buffers import mark_static
 from graphmod.step.recording import record_reads
+from graphmod.step.static_inputs import mark_static
 from graphmod.trace import dispatch
 from graphmod.trace.compiled import CompiledGraph
 from graphmod.trace.garbage import no_garbage_collection

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from graphmod.step import buffers
-from graphmod.step.buffers import StaticOutput
+from graphmod.step import static_outputs
+from graphmod.step.static_outputs import StaticOutput
 
 
 @pytest.mark.parametrize("can_swap", [True, False], ids=["storages can be moved", "before torch 2.13"])
@@ -13,9 +13,9 @@ from graphmod.step.buffers import StaticOutput
     [(torch.inference_mode, False), (torch.no_grad, False), (torch.enable_grad, False), (torch.enable_grad, True)],
 )
 def test_a_result_leaves_before_its_memory_is_written(monkeypatch, mode, counted, can_swap, device):
-    if can_swap and not buffers._can_swap:
+    if can_swap and not static_outputs._can_swap:
         pytest.skip("this torch cannot move a storage")
-    monkeypatch.setattr(buffers, "_can_swap", can_swap)
+    monkeypatch.setattr(static_outputs, "_can_swap", can_swap)
     with mode():
         memory = torch.arange(4.0, device=device)
         output = StaticOutput(memory, None, counted)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from graphmod import CUDAGraphModule, graph_layers
-from graphmod.step.buffers import can_swap
+from graphmod.step.static_outputs import can_swap
 from tests.support.harness import config
 
 
