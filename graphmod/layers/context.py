@@ -17,9 +17,9 @@ from graphmod.layers.recorded import RecordedBackward, for_plain_backwards, reco
 from graphmod.layers.uses import Block, block_of_now, casts_of_its_own, learn_casts, learn_uses, shares_casts
 from graphmod.ranks.fully_shard import reads_parts
 from graphmod.signature.call import Call
+from graphmod.step.arena import Tape
 from graphmod.step.context import Context
 from graphmod.step.entry import Entry
-from graphmod.step.group import Tape
 from graphmod.step.recording import Recording
 
 COMMUNICATES = (

@@ -35,11 +35,11 @@ from graphmod.layers.group import LayerGroup, Loans
 from graphmod.layers.uses import nodes_behind, separate_uses, times, uses_of
 from graphmod.signature.call import Call
 from graphmod.signature.modes import entered_again
+from graphmod.step.arena import Tape
 from graphmod.step.context import Context
 from graphmod.step.entry import Entry
 from graphmod.step.gradients import GradientBuffer, Whole, is_split, part
 from graphmod.step.graph import StepGraph
-from graphmod.step.group import Tape
 from graphmod.step.recording import Recording
 from graphmod.step.static_inputs import StaticInput, without_history
 from graphmod.step.static_outputs import StaticOutput

@@ -12,10 +12,11 @@ from graphmod.errors import CaptureRefused, Diverged
 from graphmod.ranks.agreement import LateRanks
 from graphmod.ranks.fully_shard import captured
 from graphmod.signature.call import Call
+from graphmod.step.arena import Tape
 from graphmod.step.context import Context
 from graphmod.step.entry import Entry
 from graphmod.step.graph import ALIGNED_OTHERWISE, StepGraph
-from graphmod.step.group import MOST_ARENAS, Tape
+from graphmod.step.group import MOST_ARENAS
 from graphmod.step.recording import Recording
 from graphmod.torch_private import current_node
 from graphmod.trace.undo import let_through

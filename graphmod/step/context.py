@@ -23,8 +23,9 @@ from graphmod.guards.guards import Guards
 from graphmod.ranks.data_parallel import compiled_around, is_taken_over, joins, take_over_later
 from graphmod.ranks.fully_shard import shared_otherwise
 from graphmod.signature.call import Call
+from graphmod.step.arena import Tape
 from graphmod.step.entry import Account, Entry, GraphStats, Registry
-from graphmod.step.group import Group, Tape
+from graphmod.step.group import Group
 from graphmod.step.log import reason_of
 from graphmod.step.recording import Recording
 

@@ -22,10 +22,10 @@ from graphmod.guards.hooks import HookWatch, has_gradient_hooks
 from graphmod.signature.call import Call, Flat, Given
 from graphmod.signature.flattening import rebuild
 from graphmod.signature.modes import AUTOCAST
+from graphmod.step.arena import Tape
 from graphmod.step.context import Context
 from graphmod.step.entry import Entry
 from graphmod.step.gradients import GradientBuffer, as_memory, is_split, lend, memory_of, part
-from graphmod.step.group import Tape
 from graphmod.step.recording import Recording
 from graphmod.step.results import Results, resolved
 from graphmod.step.static_inputs import StaticInput, static_inputs, unlike_eager
