@@ -30,9 +30,9 @@ from graphmod.train.parallel import (
 )
 from graphmod.train.settings import NonFinite, Scope, TrainGraphConfig, train_settings
 from graphmod.words import warn_once
+from graphmod.wrap.body import body_of
 from graphmod.wrap.layers import edge_modules, find_layers, match_layers, ungraph, wrap
 from graphmod.wrap.module import CUDAGraphModule
-from graphmod.wrap.target import body_of
 
 if TYPE_CHECKING:
     from graphmod.train.compile import CompiledUpdate

@@ -25,8 +25,9 @@ from graphmod.errors import ConfigError
 from graphmod.layers.group import LayerGroup
 from graphmod.ranks.data_parallel import take_over
 from graphmod.torch_private import is_compiled
+from graphmod.wrap.body import Body, body_of
 from graphmod.wrap.module import CUDAGraphModule
-from graphmod.wrap.target import MARK, Body, Mark, Target, body_of, set_forward
+from graphmod.wrap.target import MARK, Mark, Target, set_forward
 
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # they only hold
 

@@ -22,7 +22,8 @@ from graphmod.torch_private import current_node, when_compiled
 from graphmod.trace.dispatch import is_recording
 from graphmod.trace.undo import let_through, under_way
 from graphmod.wrap.beside import WithMore, asked_of
-from graphmod.wrap.target import HOLDERS, INSTEAD, Body, Target, caller_with, in_place_of_forward
+from graphmod.wrap.body import INSTEAD, Body
+from graphmod.wrap.target import HOLDERS, Target, caller_with, in_place_of_forward
 
 _reference_count = sys.getrefcount
 _NEVER_THE_WRAPPERS = ("_root", "module")
