@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from graphmod.guards.hooks import several_hooks
+from graphmod.layers.autocast import Block, block_of_now, casts_of_its_own, learn_casts, shares_casts
 from graphmod.layers.graph import DRAWS, LayerGraph, Ticket, draws_anew
 from graphmod.layers.group import LayerGroup
 from graphmod.layers.node import InTurn, apply_replayed
 from graphmod.layers.recorded import RecordedBackward, for_plain_backwards, record_backward
-from graphmod.layers.uses import Block, block_of_now, casts_of_its_own, learn_casts, learn_uses, shares_casts
+from graphmod.layers.uses import learn_uses
 from graphmod.ranks.fully_shard import reads_parts
 from graphmod.signature.call import Call
 from graphmod.step.arena import Tape

@@ -61,7 +61,7 @@ class Group:
         self.whole = FixedPlaces()  # where parameters lie that `fully_shard` collects for each use
         self.buffers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.shared: dict[int, Tensor] = {}
-        self.shares_casts = False  # see `layers.uses`
+        self.shares_casts = False  # see `layers.autocast`
         self.tied: dict[int, Tensor] = {}
         self.static: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.begun = 0  # passes

@@ -137,7 +137,7 @@ def record_operations(call: Call, recorder: Recorder, *around: AbstractContextMa
     """Makes a call that is recorded by a recorder, and by what is entered before that; returns what entering gave."""
     call.oldest = next_sequence_number()
     dispatch.has_key()  # which imports much when it is first asked: not while frames are watched
-    # What a graph casts, it casts itself; the recorded call must do so too. With gradients, `layers.uses` does.
+    # What a graph casts, it casts itself; the recorded call must do so too. With gradients, `layers.autocast` does.
     casts = any_autocast() and not torch.is_grad_enabled()
     threads, grad = backward_threads(), torch.is_grad_enabled()
 
