@@ -20,12 +20,13 @@ from graphmod.attention import attention, decoding
 from graphmod.config import choice
 from graphmod.decode.attention import choose
 from graphmod.decode.batch import ContinuousBatch
+from graphmod.decode.blocks import BlockAllocator
 from graphmod.decode.cache import Offload, PagedCache
 from graphmod.decode.model import look_at, require_causal_lm
 from graphmod.decode.offload import unavailable as unavailable_fetch
 from graphmod.decode.prefill import Limits, PackedPrefill, PaddedPrefill, unavailable
 from graphmod.decode.requests import RequestReader
-from graphmod.decode.scheduler import BlockAllocator, Scheduler
+from graphmod.decode.scheduler import Scheduler
 from graphmod.decode.step import GREEDY, BatchState, BucketGraphs, DecodeStep, context_sizes
 from graphmod.decode.streams import EngineLoop, Handle, TokenStream
 from graphmod.decode.traffic import Pause, Traffic

@@ -9,8 +9,8 @@ import torch
 from graphmod.config import CompileMode
 from graphmod.decode import DecodeEngine
 from graphmod.decode.attention import IMPLEMENTATIONS, paged_sdpa
+from graphmod.decode.blocks import BlockAllocator
 from graphmod.decode.cache import CacheView, PagedCache, slot_mapping, uniform
-from graphmod.decode.scheduler import BlockAllocator
 from graphmod.decode.step import context_sizes
 from graphmod.decode.types import AttentionName
 from graphmod.trace.dispatch import is_recording

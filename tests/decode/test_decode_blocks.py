@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from graphmod.decode.scheduler import BlockAllocator
+from graphmod.decode.blocks import BlockAllocator
 from graphmod.decode.types import DecodeError
 
 COUNT, SIZE, FIRST = 12, 2, 3
