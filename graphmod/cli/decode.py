@@ -25,8 +25,7 @@ from graphmod.cli.settings import GenerateConfig, ModelSource, Precision, ServeC
 from graphmod.cli.start import OutputError, complain, end_at_once, say_plainly, show, tell
 from graphmod.config import CompileMode
 from graphmod.decode.engine import DecodeEngine
-from graphmod.decode.scheduler import kind_of_row
-from graphmod.decode.step import FILTERED, GREEDY, PLAIN
+from graphmod.decode.sampling import FILTERED, GREEDY, PLAIN, kind_of_row
 from graphmod.decode.types import Completion, RequestError
 from graphmod.serve.engine_side import FrontLost, FrontProcess, Host
 from graphmod.text import Codec, TextStream, TokenizerCodec, codec_for

@@ -17,8 +17,9 @@ from graphmod.attention import attention
 from graphmod.decode.cache import PagedCache
 from graphmod.decode.offload import Reader
 from graphmod.decode.prefill import Limits, PackedPrefill, PaddedPrefill
+from graphmod.decode.sampling import TOP
 from graphmod.decode.scheduler import Planned, Scheduler, Sequence, kind_of
-from graphmod.decode.step import BAD, FULL, NOTHING, STOPPED, TOP, BatchState, BucketGraphs, take_token
+from graphmod.decode.step import BAD, FULL, NOTHING, STOPPED, BatchState, BucketGraphs, take_token
 from graphmod.decode.types import Run
 
 _NO_NUMBERS = (

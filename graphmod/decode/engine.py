@@ -26,8 +26,9 @@ from graphmod.decode.model import look_at, require_causal_lm
 from graphmod.decode.offload import unavailable as unavailable_fetch
 from graphmod.decode.prefill import Limits, PackedPrefill, PaddedPrefill, unavailable
 from graphmod.decode.requests import RequestReader
+from graphmod.decode.sampling import GREEDY
 from graphmod.decode.scheduler import Scheduler
-from graphmod.decode.step import GREEDY, BatchState, BucketGraphs, DecodeStep, context_sizes
+from graphmod.decode.step import BatchState, BucketGraphs, DecodeStep, context_sizes
 from graphmod.decode.streams import EngineLoop, Handle, TokenStream
 from graphmod.decode.traffic import Pause, Traffic
 from graphmod.decode.types import (
@@ -319,7 +320,7 @@ class DecodeEngine:
             sizes: batch sizes among the buckets; None means all.
             max_context: capture for contexts up to this length; None means `max_seq_len`. Of no importance where
                 attention stops at the context by itself.
-            kinds: of sampling: `GREEDY`, `PLAIN`, `FILTERED` of `graphmod.decode.step`.
+            kinds: of sampling: `GREEDY`, `PLAIN`, `FILTERED` of `graphmod.decode.sampling`.
             prefill: also the graphs of prefill.
             progress: show a bar with the free memory, on a terminal.
         """

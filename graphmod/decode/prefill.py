@@ -25,7 +25,8 @@ from graphmod.attention import attention, takes
 from graphmod.config import CUDAGraphConfig
 from graphmod.decode.cache import NULL_BLOCK, Attends, GatheredView, Layer, PagedCache, StoringView, slot_mapping
 from graphmod.decode.model import positions, step_arguments
-from graphmod.decode.step import counters, free_memory, most_likely
+from graphmod.decode.sampling import most_likely
+from graphmod.decode.step import counters, free_memory
 from graphmod.decode.types import BucketStats
 from graphmod.torch_private import flash_attention
 from graphmod.wrap.extension import Group, mark_static

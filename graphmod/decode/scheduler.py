@@ -12,20 +12,14 @@ from typing import Any
 
 from graphmod.decode.blocks import BlockAllocator
 from graphmod.decode.prefill import Limits, Piece, Scores
-from graphmod.decode.step import FILTERED, GREEDY, PLAIN, TOP, RowValues
+from graphmod.decode.sampling import TOP, kind_of_row
+from graphmod.decode.step import RowValues
 from graphmod.decode.types import Completion, Sampling, sample_seed
 from graphmod.text import StopTexts
 
 
-def kind_of_row(sampling: Sampling) -> int:
-    """What one sample needs."""
-    if not sampling.temperature:
-        return GREEDY
-    return FILTERED if sampling.top_k or sampling.top_p not in (None, 1) else PLAIN
-
-
 def kind_of(sequences: list[Sequence]) -> int:
-    """What a batch of these needs: see `step`."""
+    """What a batch of these needs: see `sampling`."""
     return max(one.kind for one in sequences) + TOP * any(one.sampling.top_logprobs for one in sequences)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from graphmod.decode import DecodeEngine
-from graphmod.decode.step import TOP
+from graphmod.decode.sampling import TOP
 from graphmod.decode.types import RequestError, Sampling, events
 from tests.support.decode_models import tiny_model
 

@@ -6,16 +6,7 @@ import pytest
 import torch
 
 from graphmod.decode import DecodeEngine, Sampling
-from graphmod.decode.step import (
-    FILTERED,
-    GREEDY,
-    PLAIN,
-    gumbel,
-    keep_likely,
-    mix64,
-    row_keys,
-    sample,
-)
+from graphmod.decode.sampling import FILTERED, GREEDY, PLAIN, gumbel, keep_likely, mix64, row_keys, sample
 from tests.support.decode_models import prompts_of, tiny_model
 
 
