@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from graphmod.config import BackendName, CUDAGraphConfig
     from graphmod.decode.engine import DecodeEngine
     from graphmod.errors import BackwardUnavailable, CaptureRefused, ConfigError, GraphmodError
+    from graphmod.step.eager_parts import eager
     from graphmod.step.entry import GraphStats
     from graphmod.step.static_inputs import mark_static
     from graphmod.train.settings import Scope
@@ -32,6 +33,7 @@ _HOMES = {
     "GraphmodError": "graphmod.errors",
     "Scope": "graphmod.train.settings",
     "TrainStep": "graphmod.train.step",
+    "eager": "graphmod.step.eager_parts",
     "graph_layers": "graphmod.wrap.layers",
     "mark_static": "graphmod.step.static_inputs",
     "ungraph": "graphmod.wrap.layers",
@@ -50,6 +52,7 @@ __all__ = [
     "Scope",
     "TrainStep",
     "check",
+    "eager",
     "graph_layers",
     "mark_static",
     "ungraph",

@@ -129,6 +129,8 @@ class CUDAGraphConfig:
             with what was captured, operation by operation. `sampled` spends a thousandth of the time on them; a
             difference is logged, and the call stays eager. `always` replays nothing after the capture, and a difference
             raises `VerificationFailed`: for tests. `off` never looks.
+        eager_parts: where nothing but some methods (an optimizer's `step`, an average's `update`) keeps a callable
+            eager, these are called between its graphs, as if they were marked with `eager`.
     """
 
     warmup_steps: int = 3
@@ -139,12 +141,14 @@ class CUDAGraphConfig:
     max_graphs: int = 8
     max_failures: int = 3
     verify: Verify = Verify.sampled
+    eager_parts: bool = False
 
     def __post_init__(self) -> None:
         self.backend = choice(BackendName, self.backend, "backend")
         self.verify = choice(Verify, self.verify, "verify")
-        if not isinstance(self.body, bool):
-            raise ConfigError(f"body must be true or false, got {self.body!r}")
+        for setting in ("body", "eager_parts"):
+            if not isinstance(getattr(self, setting), bool):
+                raise ConfigError(f"{setting} must be true or false, got {getattr(self, setting)!r}")
         if isinstance(self.layers, str):
             self.layers = [self.layers]
         for setting, least in (("warmup_steps", 1), ("max_graphs", 1), ("max_failures", 1)):

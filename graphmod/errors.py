@@ -29,6 +29,10 @@ class BackwardUnavailable(GraphmodError, RuntimeError):
     """A backward pass was asked for whose saved values are gone or that a replayed graph cannot provide."""
 
 
+class EagerPartFailed(GraphmodError, RuntimeError):
+    """A call with eager parts could not be ended from its graphs after one of these; the message says how far it is."""
+
+
 class SuccessorFailed(GraphmodError):
     """Code that was to take the place of a graph failed where it may have changed something already."""
 

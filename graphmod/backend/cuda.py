@@ -13,6 +13,7 @@ import functools
 import itertools
 import logging
 import threading
+import warnings
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +25,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from graphmod.backend.lifetime import Graphs, capturing, launcher
 from graphmod.cuda_driver import edit, kernel_name, last_captured, neighbours
+from graphmod.errors import EagerPartFailed
+from graphmod.errors import reason as reason_of
 from graphmod.torch_private import (
     TensorBase,
     TorchDispatchMode,
@@ -33,7 +36,7 @@ from graphmod.torch_private import (
     settle_attention_order,
 )
 from graphmod.trace.garbage import no_garbage_collection
-from graphmod.trace.recorder import Follower, Graph, Script
+from graphmod.trace.recorder import Follower, Graph, Parts, Script
 from graphmod.trace.undo import within
 
 log = logging.getLogger("graphmod")
@@ -87,21 +90,26 @@ class CudaPool:
 
 class CudaCapture:
     """A captured call, in one CUDA graph or two: the second begins with the first of what others see, a write to memory
-    that outlives it or a collective.
+    that outlives it or a collective. One with eager parts has a graph before, between and after them.
 
     Attributes:
         seen: what the recorder saw.
         start: launches what comes before any of that; None where that is nothing, or nobody can tell what it is.
         finish: launches the rest.
         replay: launches all of it.
+        segments: launch what comes before, between and after its eager parts.
     """
 
-    def __init__(self, held: Graphs, launches: list[Callable[[], None]], seen: Follower) -> None:
+    def __init__(self, held: Graphs, parts: list[list[Callable[[], None]]], seen: Follower) -> None:
         self.seen = seen
         self._held = held
         # No method of its own: the memory of a graph that was let go would wait for the garbage collector.
-        self.replay = launches[0] if len(launches) == 1 else functools.partial(_do_all, launches)
-        if len(launches) == 2:
+        self.segments = [part[0] if len(part) == 1 else functools.partial(_do_all, part) for part in parts]
+        launches = [launch for part in parts for launch in part]
+        self.replay = self.segments[0] if len(parts) == 1 else functools.partial(_do_all, launches)
+        if len(parts) > 1:
+            self.start, self.finish = None, self.replay
+        elif len(launches) == 2:
             self.start, self.finish = launches
         elif seen.written or seen.inputs_written or seen.collectives:
             self.start, self.finish = None, self.replay
@@ -188,34 +196,53 @@ class CudaBackend:
         targets: dict[int, Tensor] | None = None,
         split: bool = False,
         script: Script | None = None,
+        parts: Parts | None = None,
     ) -> tuple[CudaCapture, Any]:
-        """Captures `run()` into `pool`; nothing runs on the GPU until the graph's first replay. `check(recorder,
-        result)` may still refuse. `targets`, `script`: see `Follower`. With `split`, what comes before the first write
-        to memory from outside becomes a graph of its own, where that is possible.
+        """Captures `run()` into `pool`; nothing runs on the GPU until the graph's first replay, but what comes before
+        an eager part, which is launched there (`parts`). `check(recorder, result)` may still refuse. `targets`,
+        `script`: see `Follower`. With `split`, what comes before the first write to memory from outside becomes a graph
+        of its own, where that is possible.
 
         Raises:
             CaptureRefused: `run` did something a graph cannot repeat.
+            EagerPartFailed: CUDA ended a capture after an eager part, so that the call cannot go on.
             Exception: whatever `run` raised, or what CUDA said; stream and generators are usable again.
         """
         reserved = torch.cuda.memory_reserved(self.device)
         held = Graphs()
         graphs = held.graphs
-        launches: list[Callable[[], None]] = []
+        segments: list[list[Callable[[], None]]] = []
         thread = threading.get_ident()
 
         def part(in_backward: bool) -> None:
             here = thread == threading.get_ident() and torch.cuda.current_stream(self.device) == self.stream
             here = here and (in_backward or current_node() is None)
             first = not recorder.written and not recorder.inputs_written and not recorder.collectives
-            if split and len(graphs) == 1 and here and first and recorder.trace:
+            if split and len(graphs) == 1 and not segments and here and first and recorder.trace:
                 graphs[0].capture_end()
                 self._begin(graphs, pool, generators, caller)
 
         # Per graph, the nodes between which operations on lists of tensors lie.
-        spans: list[list[tuple[int, int]]] = [[], []]
+        spans: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         backend = self
 
-        class Parts(Graph):
+        def end() -> list[Callable[[], None]]:
+            """Ends the graph under way, and gives what launches those since the last eager part."""
+            with warnings.catch_warnings():  # between two eager parts there may be nothing
+                warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+                graphs[-1].capture_end()
+            launches = []
+            for place in range(sum(map(len, segments)), len(graphs)):
+                try:
+                    spread(graphs[place].raw_cuda_graph(), spans[place])
+                except Exception as error:  # an older driver: slower, but the same
+                    log.debug("multi-tensor operations of a graph stay as they are: %s", error)
+                graphs[place].instantiate()
+                launches.append(launcher(graphs[place]))
+            segments.append(launches)
+            return launches
+
+        class Captured(Graph):
             def before_write(self, tensor: Tensor) -> None:
                 part(in_backward=False)
 
@@ -230,7 +257,34 @@ class CudaBackend:
                 if before is not None and last:
                     spans[len(graphs) - 1].append((before, last))
 
-        recorder = Follower(inputs, gpu=self.device.index, script=script, targets=targets, graph=Parts())
+            def pause(self) -> None:
+                launches = end()
+                torch.cuda.set_stream(caller)
+                _do_all(launches)
+
+            def resume(self) -> None:
+                torch.cuda.set_stream(backend.stream)
+                backend._begin(graphs, pool, generators, caller)
+
+            def leave(self) -> None:
+                try:
+                    launches = end()
+                except RuntimeError as error:
+                    backend._clean_up([graphs[-1]], pool, spare)
+                    raise EagerPartFailed(
+                        "CUDA ended the capture of what follows an eager part: the call is done up to and with that, "
+                        f"and the rest is not ({reason_of(error)})"
+                    ) from error
+                with torch.cuda.stream(caller):
+                    _do_all(launches)
+                if current_node() is None:
+                    torch.cuda.set_stream(caller)
+                else:  # in the middle of a backward, whose nodes stay on the capture stream
+                    backend.stream.wait_stream(caller)
+
+        recorder = Follower(
+            inputs, gpu=self.device.index, script=script, targets=targets, graph=Captured(), parts=parts
+        )
         spare = [(g, g.clone_state()) for g in (self._generator, *generators) if g.device.type == "cuda"]
         caller = torch.cuda.current_stream(self.device)
 
@@ -248,29 +302,24 @@ class CudaBackend:
                     check(recorder, result)
             except BaseException:
                 try:
-                    graphs[-1].capture_end()
-                except RuntimeError:
-                    self._clean_up(graphs[-1:], pool, spare)
-                recorder.finish()
+                    if parts is not None and parts.leave():
+                        caller.wait_stream(self.stream)
+                    else:
+                        self._abandon(graphs[-1], pool, spare)
+                finally:
+                    recorder.finish()
                 raise
             try:
-                graphs[-1].capture_end()
+                end()
             except BaseException:
                 self._clean_up(graphs, pool, spare)
                 raise
-            for graph, operations in zip(graphs, spans, strict=False):
-                try:
-                    spread(graph.raw_cuda_graph(), operations)
-                except Exception as error:  # an older driver: slower, but the same
-                    log.debug("multi-tensor operations of a graph stay as they are: %s", error)
-                graph.instantiate()
-                launches.append(launcher(graph))
             return result
 
         with capturing(), on_this_thread(False), torch.cuda.stream(self.stream):
             result = within(no_garbage_collection(), call=capture)
         pool.grew(torch.cuda.memory_reserved(self.device) - reserved)
-        return CudaCapture(held, launches, recorder.finish()), result
+        return CudaCapture(held, segments, recorder.finish()), result
 
     def _begin(
         self,
@@ -294,6 +343,12 @@ class CudaBackend:
         except Exception as error:  # an older driver
             log.debug("multi-tensor operations stay as they are: %s", error)
             return None
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph, pool: CudaPool, spare: list) -> None:
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            self._clean_up([graph], pool, spare)
 
     def _clean_up(self, graphs: list[torch.cuda.CUDAGraph], pool: CudaPool, spare: list) -> None:
         """`capture_end` gave up half-way because CUDA had invalidated the capture: do the rest of its work."""

@@ -8,6 +8,7 @@ import `trace` and `torch_private`.
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,7 +19,7 @@ from graphmod.torch_private import BelowAutograd, NoAutocast, Work, functional_c
 from graphmod.trace.garbage import no_garbage_collection
 from graphmod.trace.hazards import NO_VALUES
 from graphmod.trace.operations import address, each_tensor, facts, tensors_in
-from graphmod.trace.recorder import Follower, Graph, Script
+from graphmod.trace.recorder import Follower, Graph, Parts, Script
 from graphmod.trace.undo import within
 
 # These change how a tensor looks at its memory, which the recording keeps as they have left it.
@@ -51,6 +52,13 @@ class EmulatedGraph(Graph):
         self._until_write: int | None = None
         self._messages = _Messages()
         self._is_whole = False  # not to be started before it may also be finished
+        self._parts: list[int] = []  # how many of the calls come before each eager part
+
+    @property
+    def segments(self) -> list[Callable[[], None]]:
+        """What repeats what comes before, between and after its eager parts."""
+        bounds = [0, *self._parts, len(self._calls)]
+        return [functools.partial(self._repeat, self._calls[a:b]) for a, b in itertools.pairwise(bounds)]
 
     @property
     def start(self) -> Callable[[], None] | None:
@@ -95,6 +103,10 @@ class EmulatedGraph(Graph):
 
     def collective(self, op: Any, args: tuple, kwargs: dict) -> Any:
         return _without_running(op, args, kwargs)
+
+    def pause(self) -> None:
+        self._parts.append(len(self._calls))
+        self._journal = None  # what ran before an eager part is not undone
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         self._calls.append((storage.resize_, (storage.nbytes(),), {}))
@@ -299,12 +311,13 @@ class EmulatedBackend:
         targets: dict[int, Tensor] | None = None,
         split: bool = False,
         script: Script | None = None,
+        parts: Parts | None = None,
     ) -> tuple[EmulatedGraph, Any]:
-        """Runs `run()` and records it; undoes what it changed in place if it or `check(recorder, result)` fails.
-        `targets`, `script`: see `Follower`; `split`: see `CudaBackend`."""
+        """Runs `run()` and records it; undoes what it changed in place if it or `check(recorder, result)` fails, unless
+        an eager part was made (`parts`). `targets`, `script`: see `Follower`; `split`: see `CudaBackend`."""
         graph = EmulatedGraph()
         journal = graph._journal = _Journal()
-        recorder = Follower(inputs, script=script, generators=generators, graph=graph, targets=targets)
+        recorder = Follower(inputs, script=script, generators=generators, graph=graph, targets=targets, parts=parts)
         before = [(generator, generator.get_state()) for generator in (torch.default_generator, *generators)]
         try:
             result = within(no_garbage_collection(), recorder, call=run)
@@ -312,9 +325,10 @@ class EmulatedBackend:
             if check is not None:
                 check(recorder, result)
         except BaseException:
-            journal.undo()
-            for generator, state in before:
-                generator.set_state(state)
+            if parts is None or not parts.leave():
+                journal.undo()
+                for generator, state in before:
+                    generator.set_state(state)
             recorder.finish()
             raise
         graph.seen = recorder.finish()
@@ -323,7 +337,8 @@ class EmulatedBackend:
             graph._ran, graph._journal = True, None
             for generator, state in before:
                 generator.set_state(state)
-        graph._is_whole = not split and bool(recorder.written or recorder.inputs_written or recorder.collectives)
+        lasting = bool(recorder.written or recorder.inputs_written or recorder.collectives)
+        graph._is_whole = bool(graph._parts) or (not split and lasting)
         for _, args, kwargs in graph._calls:
             for tensor in tensors_in((*args, *kwargs.values())):
                 where = address(tensor)

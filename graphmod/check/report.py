@@ -116,6 +116,7 @@ class Report:
         hazards: why it cannot be captured, each once.
         on_gpu: of a check on the CPU, what a GPU would need besides; each once.
         guarded: what would be compared before each replay.
+        eager_parts: the calls that would be made between its graphs.
         operations: how many the watched call did, those of its backward included.
         parts: the layers that were checked one by one; empty where the callable was checked as a whole.
         collectives: how many collectives and messages each rank did; empty where ranks were not compared.
@@ -133,6 +134,7 @@ class Report:
     collectives: list[int] = field(default_factory=list)
     divergences: list[Divergence] = field(default_factory=list)
     stopped: bool = False
+    eager_parts: list[str] = field(default_factory=list)
 
     @property
     def captured(self) -> bool:
@@ -162,6 +164,9 @@ class Report:
             lines += ["", *self._order()]
         for number, finding in enumerate(self.hazards, start=1):
             lines += ["", textwrap.indent(finding.describe(ranks), "   ").replace("  ", f"{number}.", 1)]
+        if self.eager_parts:
+            lines += ["", "Called between its graphs, at each replay:"]
+            lines += [line for part in self.eager_parts for line in _wrapped(part)]
         if self.on_gpu:
             lines += ["", "On a GPU also:"]
             lines += [textwrap.indent(finding.describe(ranks), "   ") for finding in self.on_gpu]

@@ -42,6 +42,7 @@ from graphmod.signature.call import Call
 from graphmod.signature.flattening import unrepeatable
 from graphmod.signature.modes import FOREIGN, difference, key_reader
 from graphmod.step.context import Surroundings
+from graphmod.step.eager_parts import Methods, RecordedParts
 from graphmod.step.recording import record_reads
 from graphmod.step.results import not_returned, not_to_be_made_again, outline
 from graphmod.torch_private import current_node
@@ -68,7 +69,7 @@ class Part:
         meeting: where this rank tells others what it communicates; None where there are none.
 
     Attributes:
-        findings, guards, operations: of the last call.
+        findings, eager, guards, operations: of the last call; `eager` has its eager parts, in words.
         on_gpu: what would keep it out of a graph on a GPU, if it ran on the CPU.
         settled: whether the last call left each DistributedDataParallel the reducer that it found.
     """
@@ -83,8 +84,10 @@ class Part:
     ) -> None:
         self.root, self.name, self._loss, self._borrowed = root, name, loss, borrowed
         self._before_collective = None if meeting is None else meeting.before
+        self._methods = Methods()
         self.call = Target(root) if isinstance(root, nn.Module) else root
         self.findings: list[Finding] = []
+        self.eager: list[str] = []
         self.on_gpu: list[Finding] = []
         self.guards: list[Guards] = []
         self.operations = 0
@@ -128,7 +131,10 @@ class Part:
             )
         if modes[FOREIGN] is not None:
             self._add("the call", f"{modes[FOREIGN]}, and code under that is never captured", _KEEP_OUT)
-        recorder, notes, given = record_reads(call, gpu, self.root, before_collective=self._before_collective)
+        methods = self._methods
+        recorder, notes, given = record_reads(
+            call, gpu, self.root, before_collective=self._before_collective, methods=methods
+        )
         result = call.result
         changed = given.changed()
         changes = list(all_changes(notes))
@@ -136,7 +142,15 @@ class Part:
             of_arguments = [one for one in changes if one.owner in call.flat.seen]
             self._add_said(changed, next((one.where for one in of_arguments), (None, None)))
             changes = [one for one in changes if one not in of_arguments]
-        self._take_in(recorder, changes)
+        parts = recorder.parts
+        assert isinstance(parts, RecordedParts), "made by watch"
+        self._add_said(parts.finish(recorder, bool(result.differentiable)))
+        known = methods.found
+        if (recorder.hazards or changes) and not result.differentiable:
+            methods.learn(recorder, "")
+        found = [] if known else methods.found  # which do all of this
+        self.eager = [*map(str, parts.made), *(f"{name} ({methods.why})" for name in found[:1]), *found[1:]]
+        self._take_in(recorder, [] if found else changes, hazards=not found)
         self.guards.append(Guards(notes, recorder.backward))
         self._look_at_optimizers(notes, recorder, gpu)
         for said in (given.returned(result), not_to_be_made_again(outline(result)[0])):
@@ -198,9 +212,9 @@ class Part:
             self._add_said(said, backward=True)
         self.guards += found.guards
 
-    def _take_in(self, seen: Recorder, changes: Iterable[Change], backward: bool = False) -> None:
+    def _take_in(self, seen: Recorder, changes: Iterable[Change], backward: bool = False, hazards: bool = True) -> None:
         self.operations += len(seen.trace)
-        for found in seen.hazards:
+        for found in seen.hazards if hazards else ():
             where = found.lines
             library = None if where.optimizer is not None else where.library
             self._add(found.operation, found.effect, found.remedy, where.user, library, where.backward)
@@ -447,6 +461,7 @@ def _take_in(report: Report, parts: list[Part]) -> None:
     findings: list[Finding] = []
     for part in parts:
         findings += part.findings
+        report.eager_parts += part.eager
         report.operations += part.operations
         report.device = part.device or report.device
         for guards in part.guards:

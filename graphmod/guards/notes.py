@@ -81,6 +81,10 @@ DEEP = 6  # how far attributes of attributes are followed, where code in C may r
 
 
 _METHODS_IN_C = (types.BuiltinMethodType, types.MethodWrapperType)
+STANDS_FOR = "_graphmod_stands_for"
+"""The attribute of a function that is put somewhere for the length of a call: what is there else, maybe MISSING."""
+UNGUARDED = "_graphmod_unguarded"
+"""The attribute of a function that is called anew at each replay, so that what belongs to it is no guard."""
 _FOLLOWED = (*CONTAINERS, partial, types.SimpleNamespace, *_METHODS_IN_C, *BUFFERS)
 _DEPTH, _MOST_INSIDE = 32, 4096  # how far, and into how many items, containers in containers are followed
 
@@ -123,6 +127,7 @@ class Chance:
         self._kinds = frozenset(map(identity, kinds_followed()))
         self._states: dict[int, tuple[Any, Any, tuple | None]] = {}  # by identity of the generator, which it holds
         self._of_system: tuple | None = None
+        self._still: dict[int, bool] = {}
         self.meet(random._inst, None)
         mtrand = sys.modules.get("numpy.random.mtrand")
         if hasattr(mtrand, "_rand"):  # another thread may be importing it
@@ -154,6 +159,17 @@ class Chance:
     def ask_system(self, where: tuple) -> None:
         """Takes in that code at `where` is about to ask the system for random bytes, which has no state to compare."""
         self._of_system = self._of_system or where
+
+    def look_away(self) -> None:
+        """Code comes whose draws are nobody's business."""
+        self._still = {name: _state(one) == before for name, (one, before, _) in self._states.items()}
+
+    def look_again(self) -> None:
+        """It has run; what it drew is not to be told."""
+        for name, still in self._still.items():
+            one, _, where = self._states[name]
+            if still:
+                self._states[name] = one, _state(one), where
 
     def drawn(self) -> Iterator[tuple[str, tuple | None]]:
         """What was drawn on the host, or by a backward from a generator that is not every capture's own, in words; and
@@ -379,6 +395,33 @@ class Notes:
         """Takes in an error from looking at what code reads."""
         let_through(error)
         self.unreadable = self.unreadable or (f"{type(error).__name__}: {error}", self.here())
+
+    # -- in the middle of a call ---------------------------------------------------------------------------------
+
+    def following(self) -> Notes:
+        """Notes on what the same call reads from here on."""
+        later = Notes(self.ages)
+        later.chance, later.of_classes = self.chance, self.of_classes
+        return later
+
+    def take_in(self, later: Notes) -> None:
+        """Takes in the notes that followed these. Where both looked at a place, the first look counts."""
+        for name, note in later.notes.items():
+            known = self.notes.get(name)
+            if known is None or known.owner is not note.owner:
+                self.notes[name] = note
+        for mine, theirs in (
+            (self.contents, later.contents),
+            (self.tensors, later.tensors),
+            (self.modules, later.modules),
+        ):
+            mine |= theirs | mine
+        self.iterators += later.iterators
+        self.weakly |= later.weakly
+        self.of_dynamo += later.of_dynamo
+        self.unreadable = self.unreadable or later.unreadable
+        self.elsewhere = self.elsewhere or later.elsewhere
+        self.gradient_at = self.gradient_at or later.gradient_at
 
     # -- what there is to begin with -----------------------------------------------------------------------------
 
@@ -695,6 +738,8 @@ class Notes:
             known = self.notes.get(name)
         except TypeError:  # a key that cannot be hashed
             return
+        if type(place.value) is types.FunctionType and STANDS_FOR in vars(place.value):
+            place = place._replace(value=getattr(place.value, STANDS_FOR))
         if (known is None or known.owner is not owner) and self.ages.is_old(owner):
             if isinstance(owner, _HELD):
                 self.ages.there(owner)
@@ -750,6 +795,8 @@ class Notes:
     def function(self, function: types.FunctionType) -> None:
         """Notes what belongs to a function: the variables it closes over, and, of one of the user's, its defaults."""
         if self._functions.get(identity(function)) is function or not self.ages.is_old(function):
+            return
+        if UNGUARDED in vars(function):
             return
         self._functions[identity(function)] = function
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):

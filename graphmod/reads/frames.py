@@ -11,6 +11,7 @@ import platform
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from types import CodeType, FrameType, FunctionType
@@ -93,6 +94,7 @@ _GROUPS = [
     inspect.unwrap(one._init_group).__code__ for one in vars(torch.optim).values() if hasattr(one, "_init_group")
 ]
 _groups = frozenset(identity(code) for code in _GROUPS if _NAMES.issuperset(code.co_names))
+_CLEARS = inspect.unwrap(torch.optim.Optimizer.zero_grad).__code__
 # By identity: the hash of code takes microseconds, and there is none where dynamo has put a dict among the constants.
 _walks = frozenset(map(identity, _WALKS))
 # From an operation that is recorded to its kernels nothing comes back but tensors and numbers.
@@ -103,6 +105,9 @@ _passed_over = {identity(one): events.NOTHING for one in _MACHINERY}
 _passed_over |= {identity(one): events.NEVER for one in _OPERATIONS}
 _EXCHANGES = torch.utils.swap_tensors.__code__
 _starts_threads = {identity(threading.Thread.start.__code__), identity(ThreadPoolExecutor.submit.__code__)}
+
+# Methods of what works on a model's parameters or results, beside the computation: optimizers, averages, metrics.
+_AT_THE_END = ("step", "update", "compute", "unscale_", "update_parameters", "step_update")
 
 NOT_TOLD = (
     "this thread's trace functions are suspended, or other tools (a debugger, a profiler) hold all places of "
@@ -230,6 +235,7 @@ class Frames:
         notes: where that goes. Errors from looking, at what may be of any kind, end there as well.
         heard: whether anything was told.
         missed: why something was not told.
+        methods: those that ran and may become eager parts, by identity of their objects, which are held, and name.
     """
 
     def __init__(self, notes: Notes) -> None:
@@ -237,6 +243,7 @@ class Frames:
         self._muted: FrameType | None = None  # in which, and in what that calls, nothing is looked at
         self.heard = False
         self.missed = ""
+        self.methods: dict[tuple[int, str], Any] = {}
         self._before: Any = None
         self._written = written_by_dynamo()
 
@@ -284,6 +291,11 @@ class Frames:
             notes.try_to(notes.walked, events.variable(frame, "self"))
         elif identity(code) in _groups and self._goes_through_group(frame):
             return events.NOTHING
+        elif code is _CLEARS and type(vars(events.variable(frame, "self")).get("param_groups")) is list:
+            notes.where, notes.frame = (code, frame.f_lineno), frame
+            notes.try_to(self._reading.clears, events.variable(frame, "self"))
+            notes.frame = None
+            return events.NOTHING
         elif code is _EXCHANGES:
             notes.try_to(notes.exchanged, *_two_given(frame))
         elif identity(code) in _starts_threads:
@@ -292,6 +304,9 @@ class Frames:
         elif written:
             notes.where = (code, frame.f_lineno)
             notes.try_to(notes.compiled, frame)
+        if code.co_name in _AT_THE_END and code.co_varnames[:1] == ("self",) and self._muted is None:
+            owner = events.variable(frame, "self")
+            self.methods.setdefault((id(owner), code.co_name), owner)
         if self._muted is None and (_mutes(code.co_filename, code.co_name) or _is_dynamos_guard(frame)):
             self._muted = frame
             return events.END
@@ -338,19 +353,52 @@ class noting:
     Args:
         roots: objects that were there before.
         host_draws: is told what the body draws from generators in Python.
+
+    Attributes:
+        later: see `unnoted`.
+        methods: `(object, name)` of those that ran and may become eager parts, once the body is left.
     """
 
     def __init__(self, *roots: Any, host_draws: HostDraws | None = None) -> None:
+        self.later: list[Notes] = []
+        self.methods: list[tuple[Any, str]] = []
         self._roots, self._host_draws, self._undo = roots, host_draws, Undo()
 
     def __enter__(self) -> Notes:
-        notes = Notes(self._undo.enter(Ages()), self._host_draws)
+        notes = self._first = Notes(self._undo.enter(Ages()), self._host_draws)
         for root in self._roots:
             notes.try_to(notes.root, root)
-        frames = Frames(notes)
+        frames = self._frames = Frames(notes)
         self._undo.then(lambda _: setattr(notes, "unseen", frames.missed or ("" if frames.heard else NOT_TOLD)))
+        self._undo.then(lambda _: [notes.take_in(later) for later in self.later])
+        self._undo.then(lambda _: self._take_methods(frames))
         self._undo.enter(frames)
         return notes
 
     def __exit__(self, *_: object) -> None:
         self._undo.run()
+
+    def _take_methods(self, frames: Frames) -> None:
+        found, frames.methods = frames.methods, {}
+        self.methods = [(owner, name) for (_, name), owner in found.items() if self.is_old(owner)]
+
+    def unnoted(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Calls a function of which nothing is noted, inside the body. What the body reads after it goes into notes of
+        its own as well, which are the last of `later`."""
+        chance = self._first.chance
+        chance.look_away()
+        try:
+            return untraced(lambda: function(*args, **kwargs))
+        finally:
+            chance.look_again()
+            self.later.append(self._first.following())
+            self._frames.write_to(self.later[-1])
+
+    def is_old(self, value: Any) -> bool:
+        """Whether a value was there before the body."""
+        return self._first.ages.is_old(value)
+
+    @property
+    def notes(self) -> Notes:
+        """Those of now."""
+        return self.later[-1] if self.later else self._first

@@ -256,6 +256,21 @@ class Reading:
                 notes.item(optimizer.state, parameter)
                 self.use(dict.get(optimizer.state, parameter))
 
+    def clears(self, optimizer: torch.optim.Optimizer) -> None:
+        """Takes in that torch clears the gradients of an optimizer, which reads no other setting of its groups."""
+        notes = self._notes
+        defaults = notes.attribute(optimizer, "defaults")
+        for key in ("foreach", "fused"):
+            notes.item(defaults, key)
+        groups = notes.attribute(optimizer, "param_groups")
+        notes.note_items(groups, depth=0)
+        for group in groups:
+            notes.belongs(group, groups)
+            notes.item(group, "params")
+            self.use(group["params"])
+            for parameter in group["params"]:
+                self.attribute_of(parameter, "grad")
+
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def call(self, frame: FrameType, named: bool, values: list) -> None:

@@ -14,6 +14,7 @@ from graphmod.ranks.fully_shard import captured
 from graphmod.signature.call import Call
 from graphmod.step.arena import Tape
 from graphmod.step.context import Context
+from graphmod.step.eager_parts import CutShort
 from graphmod.step.entry import Entry
 from graphmod.step.graph import ALIGNED_OTHERWISE, StepGraph
 from graphmod.step.group import MOST_ARENAS
@@ -142,6 +143,9 @@ def capture(
 
     Returns:
         The graph and the random state before it; None where that failed, which has been counted and logged.
+
+    Raises:
+        CutShort: it failed after an eager part, and the call was made for all that.
     """
     began = time.perf_counter()
     arena, backend = tape.arena, context.group.backend
@@ -164,6 +168,13 @@ def capture(
             graph.capture(call)
         graph.launch_first()
     except LateRanks:
+        raise
+    except CutShort as cut:
+        if isinstance(cut.reason, Diverged):
+            entry.forget(recording)
+        if cut.reason is not None:
+            context.failed(entry, cut.reason, "what follows an eager part")
+        context.ran_eagerly()
         raise
     except Exception as error:  # whatever user code or CUDA raised: the eager call decides what the user sees
         let_through(error)

@@ -24,6 +24,7 @@ from graphmod.ranks.data_parallel import compiled_around, is_taken_over, joins, 
 from graphmod.ranks.fully_shard import shared_otherwise
 from graphmod.signature.call import Call
 from graphmod.step.arena import Tape
+from graphmod.step.eager_parts import Methods
 from graphmod.step.entry import Account, Entry, GraphStats, Registry
 from graphmod.step.group import Group
 from graphmod.step.log import reason_of
@@ -46,6 +47,7 @@ class Context:
         last_failure: why the last failed capture or replay failed, or calls stay eager; "" where neither is so.
         entries: the signatures it was called with.
         around: what it works on.
+        methods: those that it calls and that are eager parts.
         account: the patience with all signatures together.
         without_layers: that with eager calls of a body whose layers run as plain modules meanwhile, see `Body`.
         served: the graph behind the last call; None where that had none.
@@ -69,6 +71,7 @@ class Context:
     def start(self) -> None:
         """Forgets all but counters and signatures."""
         self.around = Surroundings(self.root)
+        self.methods = Methods(self.config.eager_parts)
         self.served: Any = None
         self._open_accounts()
         self.eager_in = -1

@@ -20,6 +20,7 @@ from graphmod.signature.modes import FOREIGN, difference
 from graphmod.signature.signature import Signature, argument_paths, tensor_key
 from graphmod.step.capture import CANNOT_MOVE, CAPTURE_ANOTHER, IN_USE, UNFINISHED, affordable, capture, choose_tape
 from graphmod.step.context import Context
+from graphmod.step.eager_parts import CutShort, RecordedParts
 from graphmod.step.entry import Entry
 from graphmod.step.graph import StepGraph
 from graphmod.step.group import LOOKS
@@ -36,6 +37,9 @@ ON_ACCUMULATOR = (
     "Megatron-core's DistributedDataParallel), which a graph does not run; use register_post_accumulate_grad_hook"
 )
 TRACED = ", and no graph is in what is made of it; trace first, and wrap that: CUDAGraphModule(traced)"
+PARTS_OF_RANKS = (
+    "has an eager part, and takes part in what several ranks do together; keep that part outside of the captured call"
+)
 T = TypeVar("T")
 
 
@@ -106,6 +110,8 @@ def _run(context: Context, call: Call) -> Any:
             raise
         except RuntimeError as error:
             let_through(error)
+            if graph.began_parts:
+                raise  # an error of such a part, or after it
             context.drop(graph.tape)
             context.failed(entry, error, "a replay")
             return eager(context, call)
@@ -141,8 +147,16 @@ def _run(context: Context, call: Call) -> Any:
         return eager(context, call, entry, recording)
     if not agrees(context, entry, Choice.capture):
         return eager(context, call, entry)
-    captured = capture(context, entry, call, recording, tape)
-    return eager(context, call) if captured is None else context.results(captured[0], leaves, captured[1])
+    try:
+        captured = capture(context, entry, call, recording, tape)
+    except CutShort as one:
+        cut = one
+    else:
+        return eager(context, call) if captured is None else context.results(captured[0], leaves, captured[1])
+    try:
+        return cut.end(call)
+    finally:
+        del cut  # whose error leads here
 
 
 def eager(context: Context, call: Call, entry: Entry | None = None, recording: Recording | None = None) -> Any:
@@ -265,10 +279,10 @@ def launch(context: Context, graph: StepGraph, leaves: list[Tensor], careful: bo
         if early:
             graph.graph.finish()
         elif replayed:
-            graph.graph.replay()
+            graph.replay(leaves)
         finished = True
     finally:
-        if not finished:
+        if not (finished or graph.began_parts):
             graph.set_random_state(state)
     graph.launched(leaves)
     context.counters.replays += replayed
@@ -294,7 +308,8 @@ def warm_up(context: Context, entry: Entry, call: Call) -> Any:
     if not entry.begin_warm_up(forward=current_node() is None):
         call.result = Flat(alone(context, entry, call))
     else:
-        recording = alone(context, entry, lambda: record(call, context.group.gpu, context.root))
+        methods = context.methods
+        recording = alone(context, entry, lambda: record(call, context.group.gpu, context.root, methods=methods))
         outputs = call.result.differentiable
         if recording.settles:
             # Under the recorder functions of PyTorch are others, which compiled code may stand on. It may be compiled
@@ -309,6 +324,8 @@ def warm_up(context: Context, entry: Entry, call: Call) -> Any:
         if not (recording.refused or recording.communicates) and context.group.whole.take(recording.guards.tensors):
             # The next call is recorded, at the addresses that stay.
             return context.eager_result(entry, call)
+        if recording.parts and context.agreement is not None:
+            recording.refused = recording.refused or PARTS_OF_RANKS
         modes = difference(entry.signature.modes, context.group.modes())
         if modes and recording.refused is None:
             recording.refused = f"changes a mode of PyTorch ({modes[0]}), which no replay does; do it around the call"
@@ -324,11 +341,20 @@ def warm_up(context: Context, entry: Entry, call: Call) -> Any:
             # Before any attempt, so that the user's Python never runs twice for one call. The next one is recorded.
             if context.group.settle(context.config.backend, context.around.device([]), misguessed=True):
                 entry.recordings.clear()
+            elif recording.judged_again:
+                context.last_failure = recording.refused
             else:
-                context.failed(entry, CaptureRefused(recording.refused), "its forward")
+                context.failed(entry, CaptureRefused(methods.refused or recording.refused), "its forward")
         else:
             entry.warm_up_again(context.config.warmup_steps - 1)
             context.spend(entry)
+            if methods.found:
+                context.last_failure = ""
+                context.log_once(
+                    f"{context.name!r} calls {', '.join(methods.found)} between its graphs at each replay, because "
+                    f"these cannot repeat it: {methods.why}",
+                    key="parts",
+                )
     return context.eager_result(entry, call)
 
 
@@ -386,8 +412,8 @@ def verify(context: Context, entry: Entry, call: Call, recording: Recording) -> 
     began = time.perf_counter()
     context.ran_eagerly()
     context.counters.verified += 1
-    recorder = Recorder(call.leaves, gpu=context.group.gpu)
-    alone(context, entry, lambda: record_operations(call, recorder))
+    recorder = Recorder(call.leaves, gpu=context.group.gpu, parts=RecordedParts(call))
+    alone(context, entry, lambda: record_operations(call, recorder, context.methods.in_place()))
     difference = recording.script.compare(recorder.trace)
     context.group.verification.took(time.perf_counter() - began)
     if difference is not None:

@@ -30,6 +30,7 @@ class GraphStats:
         pool_bytes: memory reserved by the graphs' pools.
         copied_bytes: bytes copied into static inputs so far.
         verified: calls that ran eagerly and were compared with what was captured.
+        eager_parts: calls that were made between the graphs of one capture, see `eager`.
     """
 
     state: str = "eager"
@@ -41,6 +42,7 @@ class GraphStats:
     pool_bytes: int = 0
     copied_bytes: int = 0
     verified: int = 0
+    eager_parts: int = 0
 
     def __add__(self, other: GraphStats) -> GraphStats:
         summed = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self) if f.name != "state"}

@@ -182,6 +182,24 @@ def lend(parameter: Tensor, grad: Tensor, made: Callable[[int], bool], entry: En
     return buffer
 
 
+Left = GradientBuffer | Tensor | None
+"""What code leaves behind as a gradient."""
+
+
+def leave_behind(gradients: Iterable[tuple[Tensor, Left]], copies: bool) -> None:
+    """Gives parameters the gradients that captured code has left to them.
+
+    Args:
+        copies: of memory that a graph writes again.
+    """
+    for parameter, left in gradients:
+        grad = left.tensor if isinstance(left, GradientBuffer) else left
+        if isinstance(left, GradientBuffer) and copies:
+            grad = left.copy()
+        if parameter.grad is not grad:
+            parameter.grad = grad
+
+
 _PART = "_local_tensor"
 
 

@@ -24,8 +24,9 @@ from graphmod.signature.flattening import rebuild
 from graphmod.signature.modes import AUTOCAST
 from graphmod.step.arena import Tape
 from graphmod.step.context import Context
+from graphmod.step.eager_parts import EagerParts
 from graphmod.step.entry import Entry
-from graphmod.step.gradients import GradientBuffer, as_memory, is_split, lend, memory_of, part
+from graphmod.step.gradients import GradientBuffer, as_memory, is_split, leave_behind, lend, memory_of, part
 from graphmod.step.recording import Recording
 from graphmod.step.results import Results, resolved
 from graphmod.step.static_inputs import StaticInput, static_inputs, unlike_eager
@@ -55,6 +56,7 @@ class StepGraph:
         launches: how often it was replayed.
         backward: None here; of those that have one, the captured backward.
         recording: the `Recording` of the eager call it stands on.
+        parts: the calls that are made between its graphs; None where there are none.
         successor, succeeded: code whose graph is to take the place of this one's, and whether it has run once; see
             `wrap.extension`.
     """
@@ -72,6 +74,7 @@ class StepGraph:
         self.successor: Callable[[], None] | None = None
         self.succeeded = False
         self.launches = 0
+        self.parts: EagerParts | None = None
 
     # -- capture -------------------------------------------------------------------------------------------------
 
@@ -94,9 +97,14 @@ class StepGraph:
         grads = list(map(memory_of, grads_then))
         saving, inside.oldest = self._saving(inside), next_sequence_number()
 
+        parts = self.parts = EagerParts(self, call, given, owned) if recording.parts else None
+
         def run() -> Flat:
             with saving:
-                return resolved(inside())
+                result = resolved(inside())
+            if parts is not None:
+                parts.result = result
+            return result
 
         def check(recorder: Follower, result: Flat) -> None:
             reason = passed.changed() or passed.returned(result) or unlike_eager(self.inputs, call.leaves, recorder)
@@ -110,11 +118,17 @@ class StepGraph:
 
         def capture(undo: Undo) -> Any:
             undo.then(lambda error: is_interrupt(error) and torch.set_grad_enabled(enabled))
-            undo.enter(as_memory(owned))
-            undo.enter(own_ends(self, identities))
+            memory, ends = as_memory(owned), own_ends(self, identities)
+            undo.enter(memory)
+            undo.enter(ends)
+            if parts is not None:
+                methods = context.methods.in_place()
+                undo.then(lambda _: parts.show_gradients())
+                undo.enter(methods)
+                parts.within(ends, memory, methods)
             pool, script = self.tape.arena.pool, recording.script
             split = not generators and not entry.account.failures
-            return group.backend.capture(run, pool, given, generators, check, split=split, script=script)
+            return group.backend.capture(run, pool, given, generators, check, split=split, script=script, parts=parts)
 
         python_random, numpy_random, generators = random.getstate(), numpy.random.get_state(), recording.generators
         states = [(generator, generator.get_state()) for generator in generators]
@@ -130,7 +144,9 @@ class StepGraph:
             refuse_unseen(seen, self.guards.unseen)
             if context.agreement is not None and not context.agreement.captured(True):
                 raise CaptureRefused(ELSEWHERE)
-        except BaseException:
+        except BaseException as error:
+            if parts is not None and parts.began:
+                parts.cut_short(captured, error)
             if captured is not None:
                 captured.discard()
             group.backend.set_random_state(random_state)
@@ -143,6 +159,10 @@ class StepGraph:
                     parameter.grad = grad
             raise
         self.graph = captured
+        if parts is not None:
+            parts.finish(captured)
+            ends = zip(owned, parts.since, strict=True)
+            grads_then = [p.grad if memory_of(p.grad) is since else since for p, since in ends]
         left = [(p, p.grad) for p, before in zip(owned, grads_then, strict=True) if p.grad is not before]
         self._grads_after = [(p, lend(p, grad, seen.made, entry) if grad is not None else None) for p, grad in left]
         self._written = [t for t in seen.written.values() if not t.is_inference()]
@@ -160,10 +180,11 @@ class StepGraph:
         for _, buffer in self._copied:
             buffer.users += 1
             group.buffers.add(buffer)
-        self.stands_alone = not (self.results.handed_out or self._copied or recording.host_draws)
-        lent = [left for _, left in self._grads_after if isinstance(left, GradientBuffer)]
+        self.stands_alone = not (self.results.handed_out or self._copied or recording.host_draws or parts)
+        seen_by_parts = [] if parts is None else parts.lent
+        lent = [left for _, left in (*seen_by_parts, *self._grads_after) if isinstance(left, GradientBuffer)]
         self.tape.hand_out(self.results.handed_out + lent)
-        if self._grads_after:
+        if self._grads_after or seen_by_parts:
             self.tape.arena.kept_to = self.tape
         for output in self.results.handed_out:
             group.static[output.tensor.data_ptr()] = output.tensor
@@ -225,6 +246,8 @@ class StepGraph:
 
     def load(self, leaves: list[Tensor]) -> None:
         """Brings the arguments to where the graph reads them, and keeps what it is about to change."""
+        if self.parts is not None:
+            self.parts.began = False
         passes = self.tape.arena.passes
         for index, buffer in self._copied:
             self.context.counters.copied_bytes += buffer.load(leaves[index], passes, self.context)
@@ -240,8 +263,24 @@ class StepGraph:
         """Replays for the first time, which gives the results of the call that was captured, and takes its place on the
         tape."""
         self.before = self.graph.before(self.advanced) if self.advanced else None
-        self.launch()
+        if self.parts is None:
+            self.launch()
+        else:
+            self.parts.launch_last()
+            self._after()
         self.index = self.tape.append(self)
+
+    def replay(self, leaves: list[Tensor]) -> None:
+        """Launches it in the place of a call with these tensor arguments."""
+        if self.parts is None:
+            self.graph.replay()
+        else:
+            self.parts.replay(leaves)
+
+    @property
+    def began_parts(self) -> bool:
+        """Whether the replay under way has called an eager part, so that the call cannot be made in another way."""
+        return self.parts is not None and self.parts.began
 
     def launch(self) -> None:
         """Replays all of it, once more or for the call that was captured."""
@@ -251,7 +290,8 @@ class StepGraph:
     def launched(self, leaves: list[Tensor]) -> None:
         """Its graph was replayed in the place of a call with these tensor arguments."""
         self.launches += 1
-        self.recording.host_draws.advance()
+        if self.parts is None:  # else before the first of them
+            self.recording.host_draws.advance()
         self._after(leaves)
 
     def replace_by(self, run: Callable[[], None]) -> None:
@@ -304,12 +344,7 @@ class StepGraph:
     def _after(self, leaves: list[Tensor] | None = None) -> None:
         """Does what the captured Python code did to gradients and version counters; `leaves` are the call's tensor
         arguments, if it had others than the call before."""
-        for parameter, left in self._grads_after:
-            grad = left.tensor if isinstance(left, GradientBuffer) else left
-            if isinstance(left, GradientBuffer) and self.entry.copies_out:
-                grad = left.copy()
-            if parameter.grad is not grad:
-                parameter.grad = grad
+        leave_behind(self._grads_after, self.entry.copies_out)
         if self._written:
             torch.autograd.graph.increment_version(self._written)
         for index in self._arguments_written:
@@ -364,13 +399,21 @@ class own_ends:
         renew_gradient_accumulators(self._renewed)
         views = self._backend.views(list(self._parameters.values()), self._within)
         self._graph.stand_ins = dict(zip(self._parameters, views, strict=True))
+        self.stand_in()
+
+    def __exit__(self, *_: object) -> None:
+        self.stand_back()
+        renew_gradient_accumulators(self._renewed)
+
+    def stand_in(self) -> None:
+        """Puts the views in place."""
         for names, key, parameter in self._places:
             names[key] = self._graph.stand_ins[id(parameter)]
 
-    def __exit__(self, *_: object) -> None:
+    def stand_back(self) -> None:
+        """Puts the parameters themselves in place."""
         for names, key, parameter in self._places:
             names[key] = parameter
-        renew_gradient_accumulators(self._renewed)
 
 
 def _where(grad: Tensor | None) -> int:

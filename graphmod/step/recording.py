@@ -15,6 +15,7 @@ from graphmod.guards.guards import Guards
 from graphmod.guards.notes import Notes
 from graphmod.reads.frames import noting
 from graphmod.signature.call import Call, Given
+from graphmod.step.eager_parts import Methods, RecordedPart, RecordedParts
 from graphmod.step.results import not_to_be_made_again, outline, resolved
 from graphmod.torch_private import (
     any_autocast,
@@ -67,6 +68,8 @@ class Recording:
         functions: see `RecordedBackward`.
         its_backward: what is known of backwards of its result; None where nobody asks for them.
         captured: whether a capture of it was tried, which costs no attempt besides its own.
+        parts: its eager parts.
+        judged_again: whether another call is to be recorded, of which parts may be eager.
     """
 
     script: Script
@@ -81,30 +84,36 @@ class Recording:
     seconds: float
     settles: bool
     functions: Any
+    parts: list[RecordedPart]
     its_backward: Any = None
     captured: bool = False
+    judged_again: bool = False
 
     def __post_init__(self) -> None:
         self.differentiable = any(requires_grad for _, _, requires_grad, *_ in self.returned[1])
 
 
-def record(call: Call, gpu: int | None, *roots: Any) -> Recording:
+def record(call: Call, gpu: int | None, *roots: Any, methods: Methods | None = None) -> Recording:
     """Makes a call and watches it; returns what was seen.
 
     Args:
         gpu: index of the GPU that it works on; None on the CPU.
         roots: what it works on besides its arguments.
+        methods: those that are eager parts, or may become some.
     """
     began, compiled = time.perf_counter(), frames_compiled()
-    recorder, notes, given = record_reads(call, gpu, *roots)
+    recorder, notes, given = record_reads(call, gpu, *roots, methods=methods)
     returned = outline(call.result)
     refused = str(recorder.hazards[0]) if recorder.hazards else None
     refused = refused or (BACKWARD_OUTSIDE if recorder.unfinished else None)
     refused = refused or given.changed() or given.returned(call.result) or not_to_be_made_again(returned[0])
     refused = refused or what_changed(notes)
+    parts = recorder.parts
+    assert isinstance(parts, RecordedParts)
+    refused = refused or parts.finish(recorder, bool(call.result.differentiable))
     guards = Guards(notes, recorder.backward)
     assert recorder.script is not None and recorder.host_draws is not None, "whoever records has them"
-    return Recording(
+    made = Recording(
         recorder.script,
         recorder.host_draws,
         recorder.generators,
@@ -117,20 +126,34 @@ def record(call: Call, gpu: int | None, *roots: Any) -> Recording:
         seconds=time.perf_counter() - began,
         settles=recorder.compiles or frames_compiled() != compiled or imports(notes),
         functions=notes.ages.functions,
+        parts=parts.made,
     )
+    if methods is not None and made.settles:
+        methods.give_up()
+    elif methods is not None and made.refused is not None and not made.differentiable:
+        made.judged_again = methods.learn(recorder, made.refused)
+    return made
 
 
 def record_reads(
-    call: Call, gpu: int | None, *roots: Any, before_collective: Callable | None = None
+    call: Call,
+    gpu: int | None,
+    *roots: Any,
+    before_collective: Callable | None = None,
+    methods: Methods | None = None,
 ) -> tuple[Recorder, Notes, Given]:
     """Makes a call; returns all that recorded it, what its Python read too, before anything is made of that. See
     `record`, and `Recorder` for `before_collective`."""
+    methods = Methods() if methods is None else methods
     given, draws = Given(call), HostDraws(gpu is not None)
     notes = noting(call.function, call.args, call.kwargs, *roots, host_draws=draws)
-    recorder = Recorder(call.leaves, gpu=gpu, before_collective=before_collective, host_draws=draws)
-    entered = record_operations(call, recorder, given, notes)  # in this order: notes must not see what `given` does
+    in_place = methods.in_place(notes)
+    parts = RecordedParts(call, notes, draws, in_place)
+    recorder = Recorder(call.leaves, gpu=gpu, before_collective=before_collective, host_draws=draws, parts=parts)
+    # In this order: notes must not see what the others do.
+    entered = record_operations(call, recorder, in_place, given, notes)
     recorder.hazards += draws.finish(call.result.value)
-    return recorder, entered[1], given
+    return recorder, entered[-1], given
 
 
 def record_operations(call: Call, recorder: Recorder, *around: AbstractContextManager) -> list[Any]:

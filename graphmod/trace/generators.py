@@ -147,6 +147,11 @@ class Draws:
         """Where the default generator is."""
         return _fingerprint(self._default)
 
+    def go_on(self) -> None:
+        """Takes where the generators are for where the call left them: code ran unseen, which may have drawn."""
+        for generator, _ in list(self._last.values()):
+            self.after(generator)
+
 
 def _fingerprint(generator: torch.Generator) -> Any:
     if generator.device.type == "cpu":

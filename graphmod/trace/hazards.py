@@ -153,22 +153,24 @@ class Origins:
     Attributes:
         here: address -> origin, of memory on the device of the call, which operations need no care with.
         elsewhere: address -> origin, of memory that the call has made and that may lie elsewhere.
+        earlier: the addresses of memory that the call made before code ran unseen, and has not used since.
     """
 
     def __init__(self) -> None:
         self.here: dict[int, int] = {}
         self.elsewhere: dict[int, int] = {}
+        self.earlier: set[int] = set()
         self._of_kernels: set[int] = set()
 
     def __contains__(self, where: int) -> bool:
         """Whether the call made what lies at an address."""
-        return self.here.get(where, NOT_MADE) != NOT_MADE or where in self.elsewhere
+        return self.here.get(where, NOT_MADE) != NOT_MADE or where in self.elsewhere or where in self.earlier
 
     def of(self, where: int, tensor: Tensor) -> int:
         if where not in self:  # what has no memory has no values that depend on anything
             nothing = not tensor.numel() or (not where and tensor._is_zerotensor())
             return CONSTANTS if nothing else DATA
-        return self.here[where] if where in self.here else self.elsewhere[where]
+        return self.here[where] if where in self.here else self.elsewhere.get(where, DATA)
 
     def constant(self, places: Iterable[int], tensors: Iterable[Tensor]) -> bool:
         """Whether nothing but constants went into any of these."""
@@ -193,6 +195,7 @@ class Origins:
         if where:
             self._of_kernels.discard(where)
             self.here.pop(where, None)
+            self.earlier.discard(where)
             (self.here if ordinary else self.elsewhere)[where] = origin
 
     def note_of_kernels(self, places: Iterable[int]) -> None:
@@ -205,11 +208,18 @@ class Origins:
         """Whether `note_of_kernels` was told of an address."""
         return where in self._of_kernels
 
+    def forget(self) -> None:
+        """Takes in that code ran unseen: memory that was there before may be another's by now, and any values may be
+        in what the call has made."""
+        self.earlier |= {where for where, origin in self.here.items() if origin != NOT_MADE} | self.elsewhere.keys()
+        self.here.clear()
+        self.elsewhere.clear()
+
     def note_write(self, where: int, origin: int) -> None:
         """Takes in that an operation changed what lies at an address, with values of this origin."""
         if where in self:
             held = self.here if where in self.here else self.elsewhere
-            held[where] = max(held[where], origin)
+            held[where] = max(held.get(where, DATA), origin)
 
 
 def fixed_origin(about: Facts) -> int | None:

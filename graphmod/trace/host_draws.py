@@ -307,6 +307,10 @@ class HostDraws:
     def __bool__(self) -> bool:
         return bool(self._steps)
 
+    def __len__(self) -> int:
+        """How many steps are made again."""
+        return len(self._steps)
+
     def states(self) -> list[tuple[Any, Any]]:
         """The generators that it draws from, and where they are; for `put_back`."""
         return [(generator, state_of(generator)) for generator, _ in self._before]

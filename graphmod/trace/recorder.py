@@ -14,7 +14,8 @@ import logging
 import threading
 from collections.abc import Callable, Container, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, NoReturn
+from types import FrameType
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -102,6 +103,23 @@ def _take(values: Iterable[Any], given: list[Any]) -> tuple:
     return tuple(scalars)
 
 
+class Parts(Protocol):
+    """Makes the eager parts of a call that is recorded or captured; see `step.eager_parts`."""
+
+    def call(self, recorder: Any, function: Callable, args: tuple, kwargs: dict, caller: FrameType, method: str) -> Any:
+        """Calls a function of the user's as an eager part.
+
+        Args:
+            recorder: of the call.
+            caller: the frame that calls it.
+            method: its name, of one that nobody has marked; else "".
+        """
+
+    def leave(self) -> bool:
+        """The call cannot be captured any further. Returns whether an eager part was made, so that it is to go on from
+        here without a capture."""
+
+
 # -- operations whose result is computed into given memory -------------------------------------------------------------
 def _sum_size(tensor: Tensor, dims: Any = None, keepdim: bool = False, **_: Any) -> torch.Size:
     wanted = {dim % tensor.dim() for dim in dims} if dims else set(range(tensor.dim()))
@@ -135,6 +153,12 @@ class Producer(NamedTuple):
     index: int
     size: torch.Size
     stride: tuple[int, ...]
+
+
+_CHANGES = Reason("changes in place what an eager part was given, or has returned", "make it change a copy")
+_NO_PART = Reason(
+    "is called in a backward, or where nobody can put a graph on each side of it", "call it in the step itself"
+)
 
 
 # -- what a capture takes over -----------------------------------------------------------------------------------------
@@ -315,6 +339,7 @@ class Recorder:
             normalization.
         inputs_written: the addresses of inputs that it changed.
         read: every address it read, of what it had not made.
+        read_since: every address it read since the last eager part, if that was there before it.
 
     Args:
         inputs: the tensors the call is given; reading them is no surprise.
@@ -324,6 +349,7 @@ class Recorder:
             what it raises ends the call.
         host_draws: is told what is drawn on the host, by operations; None where nobody follows what becomes of it.
         in_backward: see `dispatch.shown_to`.
+        parts: makes eager parts; None where there can be none.
     """
 
     watching = True
@@ -337,6 +363,7 @@ class Recorder:
         before_collective: Callable[..., None] | None = None,
         host_draws: HostDraws | None = None,
         in_backward: bool = False,
+        parts: Parts | None = None,
     ) -> None:
         self._given, self._in_backward = list(inputs), in_backward
         self._inputs = {address(tensor) for tensor in self._given} - {0}  # nothing lies there
@@ -359,6 +386,9 @@ class Recorder:
         self.advanced: dict[int, Tensor] = {}
         self.inputs_written: set[int] = set()
         self.read: set[int] = set()
+        self.read_since: set[int] = set()
+        self.parts = parts
+        self._with_parts: set[int] = set()  # addresses of what eager parts were given, or have returned
         self._computed_into = 0  # address of the memory that the operation under way was given for its result
         self._made_by: dict[int, tuple] = {}  # address -> what made it last and could have computed it elsewhere
         self._origins = Origins()
@@ -476,6 +506,24 @@ class Recorder:
     def note_compilation(self) -> None:
         """Takes in that torch.compile compiles: the call is to be recorded again."""
         self.compiles = True
+
+    def eager_part(self, function: Callable, args: tuple, kwargs: dict, caller: FrameType, method: str = "") -> Any:
+        """Calls a function that is to be an eager part; see `Parts`."""
+        if self.parts is None or current_node() is not None:
+            self.refuse("an eager part", _NO_PART)
+            return function(*args, **kwargs)
+        return self.parts.call(self, function, args, kwargs, caller, method)
+
+    def after_part(self, results: Iterable[Tensor], given: Iterable[Tensor]) -> None:
+        """Takes in that an eager part was made, of which nothing was seen but what it was given and its results."""
+        own = {where for where in map(address, given) if self.made(where)}
+        self._with_parts |= (own | set(map(address, results))) - {0}
+        self._origins.forget()
+        self._made_by.clear()
+        self.read_since = set()
+        if self._draws is not None:
+            with hidden():
+                self._draws.go_on()
 
     # -- operations ----------------------------------------------------------------------------------------------
 
@@ -658,8 +706,12 @@ class Recorder:
     def _note_read(self, tensor: Tensor, where: int) -> int | None:
         """Takes in memory that an operation reads, which the call has not made on its device. Returns its origin if it
         is ordinary, as of a strided tensor on that device."""
-        self.read.add(where)
         here = self._origins.here
+        self.read_since.add(where)
+        if where in self._origins.earlier:
+            self._origins.note_made(where, DATA, ordinary=tensor.get_device() == self._index)
+            return here.get(where)
+        self.read.add(where)
         if where and where not in here and where not in self._origins.elsewhere:
             if where not in self._inputs and where not in self.outside:
                 self.outside[where] = tensor.detach()
@@ -679,6 +731,8 @@ class Recorder:
             for tensor in tensors_in((value,)):
                 where = address(tensor)
                 outside = self.outside.get(where)
+                if where in self._with_parts:
+                    self.refuse(about.short, _CHANGES)
                 if outside is not None or where in self._inputs:
                     self.first_write = len(self.trace) if self.first_write is None else self.first_write
                     self.before_write(tensor)
@@ -751,6 +805,15 @@ class Graph:
     def resized(self, storage: torch.UntypedStorage) -> None:
         """A storage was given memory, or gave it back, by hand."""
 
+    def pause(self) -> None:
+        """An eager part comes: launches what was captured so far, and captures nothing until `resume`."""
+
+    def resume(self) -> None:
+        """The eager part was made."""
+
+    def leave(self) -> None:
+        """Launches what was captured since the last eager part. The rest of the call runs without a capture."""
+
 
 class _Observing(threading.local):
     """Who sees the operations of this thread's captures, beside their recorders: is called as `Graph.after`."""
@@ -765,10 +828,11 @@ class Follower(Recorder):
     """Follows a capture, and raises `CaptureRefused` before an operation that a graph cannot repeat.
 
     Attributes:
-        kept_at: the addresses of tensors of the recorded call that it goes on to use.
+        kept_at: the addresses of tensors of the recorded call, and of results of eager parts, that it goes on to use.
+        left: whether the call goes on without a capture, after an eager part.
 
     Args:
-        inputs, generators: see `Recorder`.
+        inputs, generators, parts: see `Recorder`.
         gpu: index of the GPU on which CUDA captures; None under emulation.
         script: of the recorded eager call: a capture that does something else is refused at once.
         targets: index of an operation in the trace -> memory of its result's shape and strides to compute it into.
@@ -786,11 +850,13 @@ class Follower(Recorder):
         generators: Iterable[torch.Generator] = (),
         targets: dict[int, Tensor] | None = None,
         graph: Graph | None = None,
+        parts: Parts | None = None,
     ) -> None:
-        super().__init__(inputs, gpu=gpu, generators=generators)
+        super().__init__(inputs, gpu=gpu, generators=generators, parts=parts)
         self.script = script
         self.kept_at: set[int] = set()
         self._refused: str | None = None
+        self.left = False
         self._made = 0  # tensors of Python values, on the GPU
         self._communicated = False
         self._graph = Graph() if graph is None else graph
@@ -810,23 +876,35 @@ class Follower(Recorder):
         """Whether a tensor lies on the host while the capture works on a GPU."""
         return self.on_gpu and not tensor.is_cuda
 
+    @property
+    def graph(self) -> Graph:
+        """What the capture makes."""
+        return self._graph
+
     # -- refusals ------------------------------------------------------------------------------------------------
 
-    def refuse(self, operation: str, reason: Reason) -> NoReturn:
-        """Refuses the capture.
+    def refuse(self, operation: str, reason: Reason) -> None:
+        """Refuses the capture. Returns where an eager part was made before: then the call goes on without a capture.
 
         Raises:
-            CaptureRefused: always.
+            CaptureRefused: in all other cases.
         """
         super().refuse(operation, reason)
-        self._raise(CaptureRefused(str(self.hazards[-1])))
+        self.give_up(CaptureRefused(str(self.hazards[-1])))
 
-    def _raise(self, refusal: CaptureRefused) -> NoReturn:
+    def give_up(self, refusal: CaptureRefused) -> None:
+        """See `refuse`."""
         self._refused = self._refused or str(refusal)  # and not the error, whose frames hold this
-        raise refusal
+        if not self.left:
+            self.left = self.parts is not None and self.parts.leave()
+        if not self.left:
+            raise refusal
+        self._undo.enter(hidden())
 
-    def _cannot_follow(self, about: Facts, error: Exception) -> NoReturn:
-        raise error
+    def _cannot_follow(self, about: Facts, error: Exception) -> None:
+        if self.parts is None or not self.parts.leave():
+            raise error
+        self.give_up(CaptureRefused(f"{about.short} cannot be followed ({type(error).__name__}: {error})"))
 
     def note_compilation(self) -> None:
         """Refuses a capture in which torch.compile compiles."""
@@ -859,13 +937,12 @@ class Follower(Recorder):
         with hidden():
             now = function(values, **{**kwargs, "device": "cpu", "requires_grad": False})
             kept = self.script.made(self._made, now)
-            if kept is None:
-                self._raise(
-                    Diverged(f"{lines().location} makes a tensor of other Python values than in the call before")
-                )
-            self._made += 1
-            self._take_address(address(kept))
-            return kept.requires_grad_(kwargs.get("requires_grad", False))
+            if kept is not None:
+                self._made += 1
+                self._take_address(address(kept))
+                return kept.requires_grad_(kwargs.get("requires_grad", False))
+        self.give_up(Diverged(f"{lines().location} makes a tensor of other Python values than in the call before"))
+        return function(values, **kwargs)
 
     def note_resized(self, storage: torch.UntypedStorage, before: int) -> bool:
         """As in an eager call; the graph has to do the same."""
@@ -884,6 +961,13 @@ class Follower(Recorder):
     def before_write(self, tensor: Tensor) -> None:
         self._graph.before_write(tensor)
 
+    def after_part(self, results: Iterable[Tensor], given: Iterable[Tensor]) -> None:
+        """As in an eager call; of the results there are copies, which every replay writes."""
+        super().after_part(results, given)
+        at = set(map(address, results)) - {0}
+        self._inputs |= at
+        self.kept_at |= at
+
     # -- operations ----------------------------------------------------------------------------------------------
 
     def _is_as_before(self, step: Step, about: Facts) -> bool:
@@ -895,9 +979,12 @@ class Follower(Recorder):
     def _run(self, one: Operation) -> Any:
         differs = None if self.script is None else self.script.differs(one.index, one.step, lines)
         if differs is not None:
-            self._raise(Diverged(differs))
+            self.give_up(Diverged(differs))
+            return _do(one.step.op, one.args, one.kwargs)
         reason = self._why_not(one)
         kept = None if reason is None else self._kept(one, reason)
+        if self.left:
+            return _do(one.step.op, one.args, one.kwargs)
         if kept is not None and kept.kind == "result":
             result = kept.result()
             for tensor in tensors_in((result,)):
@@ -920,6 +1007,7 @@ class Follower(Recorder):
         kept = None if self.script is None else self.script.kept.get(one.index)
         if constants is None or kept is None:
             self.refuse(one.about.short, reason)
+            return None
         if kept.kind == "arguments":
             one.look_at(*kept.in_place_of(constants, one.args, one.kwargs))
             for where in kept.where.intersection(one.given_at):

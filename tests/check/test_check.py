@@ -233,6 +233,28 @@ def test_what_a_scheduler_changes_inside_is_one_cause_on_its_line():
     assert found.remedy == "keep the scheduler's step() outside of the captured call"
 
 
+def test_marked_parts_are_told():
+    @graphmod.eager
+    def tell(loss):
+        return loss.item()
+
+    def step(x):
+        tell(x.sum())
+        return x * 2
+
+    report = graphmod.check(step, X)
+    assert report.captured
+    (part,) = report.eager_parts
+    assert "tell" in part and "in step)" in part
+    assert "Called between its graphs, at each replay:" in str(report)
+    assert json.loads(report.to_json())["eager_parts"] == report.eager_parts
+
+    def uses(x):
+        return x * tell(x.sum())
+
+    assert "returns one float" in only(graphmod.check(uses, X)).effect
+
+
 def test_results_and_arguments_that_no_replay_makes_are_hazards():
     class Odd:
         pass

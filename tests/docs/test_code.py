@@ -85,10 +85,16 @@ def test_the_code_of_the_library_runs():
     for layer in model.layers:
         layer.mlp = nn.Linear(4, 4)
     names = {"layer": nn.Linear(4, 4), "model": model, "other": other}
-    (block,) = blocks("library")
-    exec(block, names)
+    wrapping, parts = blocks("library")
+    exec(wrapping, names)
     assert isinstance(names["layer"], CUDAGraphModule)
     ungraph(other)
+    names["history"] = []
+    exec(parts, names)
+    step = CUDAGraphModule(lambda x: names["tell"](x.sum()) or x * 2)
+    for _ in range(8):
+        step(torch.ones(2, 4))
+    assert step.stats.eager_parts == step.stats.replays > 0 and len(names["history"]) == 8
 
 
 def test_the_code_of_loops_runs():

@@ -1,0 +1,1195 @@
+"""Calls that a graph cannot repeat are made between two graphs, with eager's numbers and in eager's order."""
+
+import copy
+import ctypes
+import functools
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import graphmod
+from graphmod import CUDAGraphModule, eager, graph_layers
+from tests.support import harness
+from tests.support.harness import Side, loss_of, mlp, play, twins
+
+config = functools.partial(harness.config, eager_parts=True)
+
+SETTLED = 5
+
+
+class Counting(torch.optim.Optimizer):
+    """An optimizer that counts its steps on the host, and computes with the number."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, {"lr": lr, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["n"] = state.get("n", 0) + 1
+                    parameter.add_(parameter.grad, alpha=-group["lr"] / group["k"] ** 0.5)
+
+
+class Average:
+    """A moving average of a model's parameters, whose decay depends on a count on the host."""
+
+    def __init__(self, model):
+        self.model, self.count = copy.deepcopy(model), 0
+
+    @torch.no_grad()
+    def update(self, model):
+        self.count += 1
+        decay = self.count / (10 + self.count)
+        for mine, theirs in zip(self.model.parameters(), model.parameters(), strict=True):
+            mine.lerp_(theirs, 1 - decay)
+
+
+class Meter:
+    """Keeps what it is given, on the host and as tensors."""
+
+    def __init__(self):
+        self.values, self.tensors = [], []
+
+    def update(self, loss):
+        self.values.append(loss.item())
+        self.tensors.append(loss)
+
+
+def whole(side):
+    side.graphs = [CUDAGraphModule(side.function, config())]
+    side.call = side.graphs[0]
+
+
+def program(make_step, **parts):
+    """What `twins` builds: a model, `parts` made of it, and the step that `make_step` makes of all."""
+
+    def build(device):
+        made = {"model": mlp(device)}
+        for name, make in parts.items():
+            made[name] = make(made["model"])
+        made["function"] = made["call"] = make_step(Side(made, device, graphed=False))
+        return made
+
+    return build
+
+
+def call(side, i):
+    result = side.call(side.batch(i, 4, 8))
+    side.note_gradients()
+    return result
+
+
+def run(make_step, device, captured=True, step=call, steps=12, check=None, **parts):
+    """Eager and graphed twins of a step, compared bit for bit after each call."""
+    build = program(make_step, **parts)
+    if captured:
+        side = twins(build, step, device, replays=1, graph=whole, steps=steps)
+        assert side.graphs[0].stats.eager_parts
+    else:
+        side, _ = play(build, step, device, graph=whole, steps=steps)
+        assert side.graphs[0].stats.captures == 0
+    return side.graphs[0]
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def counting(model):
+    return Counting(model.parameters())
+
+
+def made_scaler(model):
+    device = next(model.parameters()).device
+    made = torch.amp.GradScaler(device.type, init_scale=2.0**4, growth_interval=3)
+    made.scale(torch.ones((), device=device))
+    return made
+
+
+# -- where parts stand -------------------------------------------------------------------------------------------------
+def test_a_marked_function_at_the_end_of_a_step(device):
+    def make(s):
+        meter = s.meter
+
+        @eager
+        def tell(loss):
+            meter.update(loss)
+
+        def step(x):
+            loss = loss_of(s.model(x))
+            loss.backward()
+            s.optimizer.step()
+            s.optimizer.zero_grad()
+            tell(loss.detach())
+            return loss.detach()
+
+        return step
+
+    module = run(make, device, step=noted(call), optimizer=sgd, meter=lambda _: Meter())
+    assert module.stats.eager_parts == module.stats.replays
+
+
+def noted(step):
+    """Notes what a meter has, too."""
+
+    def run(side, i):
+        result = step(side, i)
+        side.note(values=list(side.meter.values), tensors=list(side.meter.tensors))
+        return result
+
+    return run
+
+
+def test_a_part_in_the_middle_whose_result_is_used(device):
+    def make(s):
+        @eager
+        def scaled(x):
+            s.meter.update(x.mean())
+            return x * s.meter.values[-1], {"twice": [x + x]}
+
+        def step(x):
+            hidden = x.sin()
+            y, more = scaled(hidden)
+            return (y + more["twice"][0]).cos(), y
+
+        return step
+
+    run(make, device, step=noted(call), meter=lambda _: Meter())
+
+
+def test_two_parts_and_an_empty_graph_between_them(device):
+    def make(s):
+        def step(x):
+            loss = loss_of(s.model(x))
+            loss.backward()
+            eager(s.optimizer.step)()
+            eager(s.average.update)(s.model)
+            s.optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    run(make, device, optimizer=counting, average=Average)
+
+
+def test_a_call_that_begins_with_a_part(device):
+    def make(s):
+        @eager
+        def first(x):
+            s.meter.update(x.mean())
+            return x + len(s.meter.values)
+
+        def step(x):
+            return first(x) * 2
+
+        return step
+
+    run(make, device, step=noted(call), meter=lambda _: Meter())
+
+
+def test_parts_in_loops_and_in_functions_that_the_step_calls(device):
+    def make(s):
+        @eager
+        def tell(x):
+            s.meter.update(x.sum())
+
+        def layer(x, i):
+            tell(x)
+            return x * (i + 1)
+
+        def step(x):
+            for i in range(3):
+                x = layer(x, i)
+            return x
+
+        return step
+
+    module = run(make, device, step=noted(call), meter=lambda _: Meter())
+    assert module.stats.eager_parts == 3 * module.stats.replays
+
+
+def test_a_part_inside_of_a_part_is_one(device):
+    def make(s):
+        inner = eager(lambda x: s.meter.update(x.mean()))
+        outer = eager(lambda x: inner(x))
+
+        def step(x):
+            outer(x)
+            return x + 1
+
+        return step
+
+    module = run(make, device, step=noted(call), meter=lambda _: Meter())
+    assert module.stats.eager_parts == module.stats.replays
+
+
+def test_an_early_return_is_another_graph(device):
+    def make(s):
+        def step(x, stop):
+            s.tell(x)
+            if stop:
+                return x * 3
+            s.tell(x + 1)
+            return x * 2
+
+        return step
+
+    def step(side, i):
+        result = side.call(side.batch(i, 4, 8), i % 2 == 0)
+        side.note(values=list(side.meter.values))
+        return result
+
+    def tell(model):
+        return eager(lambda x: meters[-1].update(x.mean()))
+
+    meters = []
+
+    def meter(model):
+        meters.append(Meter())
+        return meters[-1]
+
+    def teller(model):
+        mine = meters[-1]
+        return eager(lambda x: mine.update(x.mean()))
+
+    run(make, device, step=step, steps=20, meter=meter, tell=teller)
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        counting,
+        lambda model: torch.optim.Adam(model.parameters(), lr=0.01, foreach=True),
+        lambda model: torch.optim.Adam(model.parameters(), lr=0.01, foreach=False, amsgrad=True),
+        lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=1),
+        lambda model: torch.optim.RAdam(model.parameters(), lr=0.01),
+    ],
+    ids=["counting", "adam", "amsgrad", "lbfgs", "radam"],
+)
+def test_optimizers_that_cannot_be_captured(make_optimizer, device):
+    def make(s):
+        def step(x):
+            s.optimizer.zero_grad()
+            loss = loss_of(s.model(x))
+            loss.backward()
+            eager(s.optimizer.step)(lambda: 0.0) if isinstance(s.optimizer, torch.optim.LBFGS) else eager(
+                s.optimizer.step
+            )()
+            return loss.detach()
+
+        return step
+
+    captured = make_optimizer(nn.Linear(1, 1)).__class__ is not torch.optim.LBFGS  # its closure is made by the call
+    if captured:
+        run(make, device, optimizer=make_optimizer)
+    else:
+        run(make, device, captured=False, optimizer=make_optimizer)
+
+
+@pytest.mark.parametrize("where", ["first", "in the part", "after it", "before the backward", "kept"])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_may_be_cleared_anywhere(where, to_none, device):
+    def make(s):
+        def clear():
+            s.optimizer.zero_grad(set_to_none=to_none)
+
+        def update():
+            s.optimizer.step()
+            if where == "in the part":
+                clear()
+
+        def step(x):
+            if where == "first":
+                clear()
+            loss = loss_of(s.model(x))
+            if where == "before the backward":
+                clear()
+            loss.backward()
+            eager_update()
+            if where == "after it":
+                clear()
+            return loss.detach()
+
+        eager_update = eager(update)
+        return step
+
+    def step(side, i):
+        result = call(side, i)
+        if where == "kept" and i % 3 == 2:
+            side.optimizer.zero_grad(set_to_none=to_none)
+        return result
+
+    if where == "kept":  # gradients that are there, or not, are other graphs
+        side, _ = play(program(make, optimizer=counting), step, device, graph=whole, steps=24)
+        assert side.graphs[0].stats.eager_parts
+    else:
+        run(make, device, step=step, optimizer=counting)
+
+
+def test_gradients_accumulate_over_parts(device):
+    """Two backwards, with a part that looks at the gradients between them, and one that changes them."""
+
+    def make(s):
+        @eager
+        def look():
+            s.meter.update(sum(p.grad.abs().sum() for p in s.model.parameters()))
+
+        @eager
+        def halve():
+            for p in s.model.parameters():
+                p.grad.mul_(0.5)
+
+        def step(x):
+            s.optimizer.zero_grad()
+            loss_of(s.model(x)).backward()
+            look()
+            loss = loss_of(s.model(x + 1))
+            loss.backward()
+            halve()
+            nn.utils.clip_grad_norm_(s.model.parameters(), 0.3)
+            s.optimizer.step()
+            return loss.detach()
+
+        return step
+
+    run(make, device, step=noted(call), optimizer=sgd, meter=lambda _: Meter())
+
+
+def test_gradients_that_a_part_keeps_stay_what_they_were(device):
+    def make(s):
+        @eager
+        def keep():
+            s.meter.tensors.append([p.grad for p in s.model.parameters()])
+
+        def step(x):
+            s.optimizer.zero_grad()
+            loss = loss_of(s.model(x))
+            loss.backward()
+            keep()
+            s.optimizer.step()
+            return loss.detach()
+
+        return step
+
+    run(make, device, step=noted(call), optimizer=sgd, meter=lambda _: Meter())
+
+
+def test_hyperparameters_that_change_between_calls(device):
+    def make(s):
+        def step(x):
+            loss = loss_of(s.model(x))
+            loss.backward()
+            eager(s.optimizer.step)()
+            s.optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    def step(side, i):
+        side.optimizer.param_groups[0]["lr"] = 0.1 / (i + 1)
+        return call(side, i)
+
+    run(make, device, step=step, optimizer=counting)
+
+
+def test_a_scheduler_steps_in_a_part(device):
+    def make(s):
+        @eager
+        def update():
+            s.optimizer.step()
+            s.scheduler.step()
+
+        def step(x):
+            loss = loss_of(s.model(x))
+            loss.backward()
+            update()
+            s.optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    def scheduler(model):
+        return None
+
+    def build(device):
+        made = {"model": mlp(device)}
+        made["optimizer"] = sgd(made["model"])
+        made["scheduler"] = torch.optim.lr_scheduler.CosineAnnealingLR(made["optimizer"], 10)
+        made["function"] = made["call"] = make(Side(made, device, graphed=False))
+        return made
+
+    twins(build, call, device, replays=1, graph=whole)
+
+
+def test_a_gradient_scaler(device):
+    def make(s):
+        def step(x):
+            loss = loss_of(s.model(x))
+            s.scaler.scale(loss).backward()
+            eager(s.scaler.step)(s.optimizer)
+            eager(s.scaler.update)()
+            s.optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    def step(side, i):
+        x = side.batch(i, 4, 8)
+        return side.call(x * 1e25 if i in (3, 9) else x)
+
+    module = run(make, device, step=step, steps=16, optimizer=sgd, scaler=made_scaler)
+    assert module.stats.eager_parts == 2 * module.stats.replays
+
+
+# -- modes, randomness, memory -----------------------------------------------------------------------------------------
+def test_modes_are_those_of_the_place(device):
+    def make(s):
+        @eager
+        def look():
+            kind = s.device.type
+            s.meter.values.append((torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_default_dtype()))
+            s.meter.values.append(torch.is_inference_mode_enabled())
+
+        def step(x):
+            look()
+            with torch.no_grad():
+                y = x * 2
+                look()
+            with torch.autocast(s.device.type, torch.bfloat16):
+                look()
+                y = s.model(y).float()
+            with torch.inference_mode():
+                look()
+            look()
+            return y.detach()
+
+        return step
+
+    run(make, device, step=noted(call), meter=lambda _: Meter())
+
+
+def test_random_numbers_keep_their_order(device):
+    def make(s):
+        @eager
+        def draw():
+            s.meter.update(torch.rand(3, device=s.device).sum())
+            s.meter.values.append((random.random(), torch.rand(()).item()))
+
+        def step(x):
+            x = nn.functional.dropout(x, 0.5)
+            draw()
+            return nn.functional.dropout(x + 1, 0.5)
+
+        return step
+
+    def step(side, i):
+        random.seed(i)
+        if side.device.type == "cuda":  # of the CPU's generator the twins have no state each
+            torch.default_generator.manual_seed(i)
+        result = call(side, i)
+        side.note(values=list(side.meter.values), later=(random.random(), torch.rand(2, device=side.device)))
+        return result
+
+    run(make, device, step=step, meter=lambda _: Meter())
+
+
+def test_what_a_part_writes_into_what_it_is_given(device):
+    def make(s):
+        @eager
+        def write(mine, buffer):
+            mine.mul_(len(s.meter.values) + 1)
+            buffer.add_(1)
+            s.meter.values.append(0)
+
+        def step(x):
+            y = x + 1
+            write(y, s.buffer)
+            s.buffer.mul_(0.5)
+            return y.sin() + s.buffer
+
+        return step
+
+    def buffer(model):
+        return torch.zeros(8, device=next(model.parameters()).device)
+
+    run(make, device, meter=lambda _: Meter(), buffer=buffer)
+
+
+def test_arguments_of_the_step_are_passed_on_as_they_are(device):
+    def make(s):
+        @eager
+        def keep(x, part, sizes):
+            s.meter.tensors.append([x, part + 0])
+            s.meter.values.append((id(x), sizes["rows"]))
+
+        def step(x):
+            keep(x, x[1:], sizes={"rows": x.shape[0]})
+            return x * 2
+
+        return step
+
+    def step(side, i):
+        x = side.batch(i, 4, 8)
+        result = side.call(x)
+        assert side.meter.values.pop() == (id(x), 4)
+        side.note(tensors=list(side.meter.tensors))
+        return result
+
+    run(make, device, step=step, meter=lambda _: Meter())
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+def refused(make, device, reason, step=call, **parts):
+    module = run(make, device, captured=False, step=step, **parts)
+    assert reason in module.last_failure
+    assert not module.stats.replays
+    return module
+
+
+def test_a_part_that_binds_anew_what_code_after_it_reads(device):
+    class Holder:
+        scale = 1.0
+
+    def make(s):
+        @eager
+        def change():
+            s.holder.scale += 0.5
+
+        def step(x):
+            change()
+            return x * s.holder.scale
+
+        return step
+
+    refused(make, device, "changes what code after it reads", holder=lambda _: Holder())
+
+
+def test_a_part_that_moves_a_weight(device):
+    def make(s):
+        @eager
+        def move():
+            s.model[0].weight.data = s.model[0].weight.data * 2
+
+        def step(x):
+            y = s.model(x).detach()
+            move()
+            return y + s.model(x).detach()
+
+        return step
+
+    refused(make, device, "")
+
+
+def test_a_part_that_changes_now_and_then_what_code_after_it_reads(device):
+    """No call can be begun again, so this is an error, and never a wrong number."""
+
+    class Holder:
+        scale, count = 1.0, 0
+
+    holder = Holder()
+
+    @eager
+    def change():
+        holder.count += 1
+        if holder.count == 8:
+            holder.scale = 2.0
+
+    def step(x):
+        change()
+        return x * holder.scale
+
+    module = CUDAGraphModule(step, config())
+    x = torch.ones(3, device=device)
+    for _ in range(7):
+        assert torch.equal(module(x), x)
+    assert module.stats.replays
+    with pytest.raises(graphmod.GraphmodError, match="scale"):
+        module(x)
+    for _ in range(3):
+        assert torch.equal(module(x), 2 * x)
+    assert holder.count == 11
+
+
+def test_what_changes_behind_the_last_read_is_nobodys_business(device):
+    def make(s):
+        @eager
+        def change():
+            s.meter.values.append(1)
+            if len(s.meter.values) % 4 == 0:
+                s.optimizer.param_groups[0]["lr"] *= 0.5
+
+        def step(x):
+            loss = loss_of(s.model(x))
+            loss.backward()
+            s.optimizer.step()
+            s.optimizer.zero_grad()
+            change()
+            return loss.detach()
+
+        return step
+
+    side, _ = play(program(make, optimizer=sgd, meter=lambda _: Meter()), call, device, graph=whole, steps=20)
+    assert side.graphs[0].stats.eager_parts
+
+
+@pytest.mark.parametrize(
+    ("reason", "function"),
+    [
+        ("returns one float", lambda x: x.sum().item()),
+        ("requires grad", lambda x: x.clone().requires_grad_()),
+    ],
+)
+def test_results_that_code_after_it_uses(reason, function, device):
+    def make(s):
+        part = eager(function)
+
+        def step(x):
+            return x * part(x)
+
+        return step
+
+    refused(make, device, reason, step=lambda side, i: side.call(side.batch(i, 4, 8)).detach())
+
+
+def test_a_number_that_nobody_uses(device):
+    def make(s):
+        part = eager(lambda x: s.meter.update(x.sum()) or 3.5)
+
+        def step(x):
+            part(x)
+            return x * 2
+
+        return step
+
+    run(make, device, step=noted(call), meter=lambda _: Meter())
+
+
+def test_a_tensor_with_a_history(device):
+    def make(s):
+        part = eager(lambda loss: s.meter.values.append(loss.item()))
+
+        def step(x):
+            loss = loss_of(s.model(x))
+            part(loss)
+            loss.backward()
+            s.optimizer.step()
+            s.optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    refused(make, device, "requires grad; pass it detached", optimizer=sgd, meter=lambda _: Meter())
+
+
+def test_an_object_that_the_call_makes(device):
+    def make(s):
+        part = eager(lambda meter, x: meter.update(x.mean()))
+
+        def step(x):
+            part(Meter(), x)
+            return x + 1
+
+        return step
+
+    refused(make, device, "one Meter that the call makes")
+
+
+def zeros(model):
+    return torch.zeros(8, device=next(model.parameters()).device)
+
+
+@pytest.mark.parametrize("what", ["result", "given"])
+def test_what_a_part_was_given_or_returned_is_not_changed_in_place(what, device):
+    def make(s):
+        part = eager(lambda y: s.meter.tensors.append(y) or y + 1)
+
+        def step(x):
+            y = x * 3
+            z = part(y)
+            (z if what == "result" else y).mul_(2)
+            return y + z
+
+        return step
+
+    refused(make, device, "changes in place", step=noted(call), meter=lambda _: Meter())
+
+
+@pytest.mark.parametrize("what", ["what it was given", "a part of that", "what it keeps", "a part of that, too"])
+def test_what_a_part_returns_is_its_own(what, device):
+    def make(s):
+        @eager
+        def part(x):
+            s.buffer.add_(x.mean())
+            if what == "what it was given":
+                return x
+            if what == "a part of that":
+                return x[1:]
+            return s.buffer if what == "what it keeps" else s.buffer[1:]
+
+        def step(x):
+            return part(x * 2)
+
+        return step
+
+    refused(make, device, "whose memory others have", buffer=zeros)
+
+
+@pytest.mark.parametrize("first", [0, 1, 2, 6])
+def test_a_part_that_writes_into_an_argument_of_the_step(first, device):
+    """From the warm-up on, from the recorded call on, from the one that is captured, and in replays only."""
+    count = 0
+
+    @eager
+    def write(x):
+        nonlocal count
+        count += 1
+        if count > first:
+            x.mul_(2)
+
+    def step(x):
+        y = x * 1
+        write(x)
+        return x + y
+
+    module = CUDAGraphModule(step, config())
+    for i in range(10):
+        x = torch.full((3,), float(i), device=device)
+        wanted = (3 if i >= first else 2) * x
+        assert torch.equal(module(x), wanted), i
+    assert count == 10 and module.stats.replays == 8
+
+
+def test_too_many_parts(device):
+    def make(s):
+        part = eager(lambda x: s.meter.update(x.mean()))
+
+        def step(x):
+            for _ in range(9):
+                part(x)
+            return x + 1
+
+        return step
+
+    refused(make, device, "9 eager parts", step=noted(call), meter=lambda _: Meter())
+
+
+def test_a_part_in_a_backward(device):
+    def make(s):
+        @eager
+        def tell(grad):
+            s.meter.update(grad.sum())
+
+        class Through(torch.autograd.Function):
+            @staticmethod
+            def forward(context, x):
+                return x.clone()
+
+            @staticmethod
+            def backward(context, grad):
+                tell(grad)
+                return grad
+
+        def step(x):
+            loss = loss_of(s.model(Through.apply(s.model(x))))
+            loss.backward()
+            s.optimizer.step()
+            s.optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    refused(make, device, "an eager part", step=noted(call), optimizer=sgd, meter=lambda _: Meter())
+
+
+def test_layers_have_no_parts(device):
+    """A layer whose result has a backward runs eagerly; without gradients its graph has parts."""
+    meter = Meter()
+
+    class Tells(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        @eager
+        def tell(self, x):
+            meter.values.append(x.sum().item())
+
+        def forward(self, x):
+            self.tell(x.detach())
+            return self.linear(x)
+
+    model = nn.Sequential(Tells(), Tells()).to(device)
+    graphs = graph_layers(model, config(), layers=["0", "1"])
+    x = torch.ones(2, 8, device=device)
+    for _ in range(8):
+        model(x).sum().backward()
+    assert all("eager part" in graph.last_failure and not graph.stats.replays for graph in graphs)
+    before = len(meter.values)
+    with torch.no_grad():
+        for _ in range(8):
+            model(x)
+    assert len(meter.values) == before + 16
+    assert all(graph.stats.eager_parts for graph in graphs)
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("first", [2, 3, 6])
+def test_an_error_in_a_part_is_eagers(first, device):
+    """In the recorded call, in the one that is captured, and in a replay."""
+
+    def make(s):
+        @eager
+        def tell(x):
+            s.meter.update(x.mean())
+            if len(s.meter.values) == first + 1:
+                raise ValueError("told too much")
+
+        def step(x):
+            y = x * 2
+            s.buffer.add_(y.mean())
+            tell(y)
+            s.buffer.mul_(2)
+            return s.buffer + y
+
+        return step
+
+    def step(side, i):
+        try:
+            result = side.call(side.batch(i, 4, 8))
+        except ValueError as error:
+            result = str(error)
+        side.note(values=list(side.meter.values), buffer=side.buffer)
+        return result
+
+    run(
+        make,
+        device,
+        step=step,
+        meter=lambda _: Meter(),
+        buffer=lambda model: torch.zeros(8, device=next(model.parameters()).device),
+    )
+
+
+@pytest.mark.parametrize("how", ["except", "finally"])
+def test_a_part_whose_errors_the_step_handles(how, device):
+    def make(s):
+        @eager
+        def tell(x):
+            s.meter.update(x.mean())
+            if len(s.meter.values) % 4 == 0:
+                raise ValueError("told too much")
+
+        def catching(x):
+            y = x * 2
+            try:
+                tell(y)
+            except ValueError:
+                y = y + 100
+            return y.sin()
+
+        def cleaning(x):
+            y = x * 2
+            try:
+                tell(y)
+            finally:
+                s.meter.values.append(0)
+            return y.sin()
+
+        return catching if how == "except" else cleaning
+
+    refused(make, device, "eager part", step=noted(call), meter=lambda _: Meter())
+
+
+def test_operations_after_a_part_that_differ_from_the_recorded_call(device):
+    """A number that no guard sees is another in the call that is captured, whose rest runs eagerly."""
+    length = ctypes.pythonapi.PyList_Size
+    length.argtypes, length.restype = [ctypes.py_object], ctypes.c_ssize_t
+
+    def make(s):
+        part = eager(lambda x: s.meter.update(x.mean()))
+
+        def step(x):
+            y = x * 2
+            part(y)
+            loss = loss_of(s.model(y * length(s.meter.values)))
+            loss.backward()
+            s.optimizer.step()
+            s.optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    module = refused(make, device, "", step=noted(call), optimizer=sgd, meter=lambda _: Meter())
+    assert module.stats.state == "disabled"
+
+
+def test_a_verified_call_calls_the_part_once(device):
+    meter = Meter()
+    part = eager(lambda x: meter.update(x.mean()))
+
+    def step(x):
+        y = x * 2
+        part(y)
+        return y + 1
+
+    module = CUDAGraphModule(step, config(verify="always"))
+    for i in range(8):
+        x = torch.full((3,), float(i), device=device)
+        assert torch.equal(module(x), x * 2 + 1)
+    assert meter.values == [2.0 * i for i in range(8)]
+    assert module.stats.verified and not module.stats.failures
+
+
+# -- parts that are found ----------------------------------------------------------------------------------------------
+def plain(s):
+    """A step that marks nothing."""
+
+    def step(x):
+        loss = loss_of(s.model(x))
+        loss.backward()
+        s.optimizer.step()
+        if hasattr(s, "scheduler"):
+            s.scheduler.step()
+        if hasattr(s, "average"):
+            s.average.update(s.model)
+        s.optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def found(make, device, step=call, steps=14, **parts):
+    side = twins(program(make, **parts), step, device, replays=1, graph=whole, steps=steps)
+    assert side.graphs[0].stats.eager_parts >= side.graphs[0].stats.replays
+    return side.graphs[0]
+
+
+OPTIMIZERS = {
+    "counting": counting,
+    "RAdam": lambda model: torch.optim.RAdam(model.parameters(), lr=0.01),
+    "NAdam": lambda model: torch.optim.NAdam(model.parameters(), lr=0.01, foreach=True),
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True),
+    "ASGD": lambda model: torch.optim.ASGD(model.parameters(), lr=0.01),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_that_cannot_be_captured_is_found(name, device, caplog):
+    found(plain, device, optimizer=OPTIMIZERS[name])
+    (said,) = [one.getMessage() for one in caplog.records if "between its graphs" in one.getMessage()]
+    assert f"calls {name.capitalize() if name == 'counting' else name}.step between its graphs" in said
+    assert "test_eager_parts.py" in said and len(said) < 700
+    assert not [one for one in caplog.records if "runs eagerly" in one.getMessage()]
+
+
+def test_an_average_is_found_and_the_optimizer_stays_in_the_graph(device):
+    module = found(plain, device, optimizer=sgd, average=Average)
+    assert module.stats.eager_parts == module.stats.replays
+
+
+def test_a_scheduler_is_found_with_its_optimizer(device):
+    def build(device):
+        made = {"model": mlp(device)}
+        made["optimizer"] = sgd(made["model"])
+        made["scheduler"] = torch.optim.lr_scheduler.StepLR(made["optimizer"], 2)
+        made["function"] = made["call"] = plain(Side(made, device, graphed=False))
+        return made
+
+    side = twins(build, call, device, replays=1, graph=whole, steps=14)
+    assert side.graphs[0].stats.eager_parts == 2 * side.graphs[0].stats.replays
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_gradient_scaler_is_found(unscales, device):
+    def make(s):
+        def step(x):
+            loss = loss_of(s.model(x))
+            s.scaler.scale(loss).backward()
+            if unscales:
+                s.scaler.unscale_(s.optimizer)
+                nn.utils.clip_grad_norm_(s.model.parameters(), 0.5)
+            s.scaler.step(s.optimizer)
+            s.scaler.update()
+            s.optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    def step(side, i):
+        x = side.batch(i, 4, 8)
+        return side.call(x * 1e25 if i in (3, 9) else x)
+
+    found(make, device, step=step, steps=16, optimizer=sgd, scaler=made_scaler)
+
+
+def test_a_metric_is_found(device):
+    def make(s):
+        def step(x):
+            loss = loss_of(s.model(x))
+            loss.backward()
+            s.optimizer.step()
+            s.optimizer.zero_grad()
+            s.meter.update(loss.detach())
+            return loss.detach()
+
+        return step
+
+    found(make, device, step=noted(call), optimizer=sgd, meter=lambda _: Meter())
+
+
+def test_a_method_that_is_most_of_the_step_is_no_part(device):
+    class Learner:
+        def __init__(self, side):
+            self.side, self.count = side, 0
+
+        def update(self, x):
+            loss = loss_of(self.side.model(x))
+            loss.backward()
+            self.side.optimizer.step()
+            self.side.optimizer.zero_grad()
+            self.count += 1
+            return loss.detach()
+
+    def make(s):
+        learner = Learner(s)
+        return lambda x: learner.update(x)
+
+    refused(make, device, "'count'", optimizer=sgd)
+
+
+def test_what_else_the_step_does_keeps_it_eager_and_is_what_the_log_says(device, caplog):
+    def make(s):
+        def step(x):
+            loss = loss_of(s.model(x))
+            loss.backward()
+            s.optimizer.step()
+            s.optimizer.zero_grad()
+            if loss > 1e9:
+                raise ValueError
+            return loss.detach()
+
+        return step
+
+    module = run(make, device, captured=False, optimizer=counting, steps=14)
+    assert module.stats.state == "disabled"
+    assert "between its graphs" not in caplog.text
+
+
+def test_a_verified_call_with_parts_that_were_found(device):
+    torch.manual_seed(0)
+    model = mlp(device)
+    optimizer = counting(model)
+
+    def step(x):
+        loss = loss_of(model(x))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    module = CUDAGraphModule(step, config(verify="always"))
+    for _ in range(10):
+        module(torch.ones(4, 8, device=device))
+    assert module.stats.verified and not module.stats.failures
+    assert optimizer.param_groups[0]["k"] == 10
+    assert "step" not in vars(optimizer)
+
+
+# -- check, and others -------------------------------------------------------------------------------------------------
+def test_outside_of_a_captured_call_it_is_a_call(device):
+    assert eager(max)(1, 2) == 2
+
+    @eager
+    def named(x):
+        """Says so."""
+        return x
+
+    assert named.__name__ == "named" and named.__doc__ == "Says so."
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_random_orders_of_graphs_and_parts(data):
+    _random_order(data, torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_random_orders_of_graphs_and_parts_on_a_gpu(data):
+    _random_order(data, torch.device("cuda"))
+
+
+def _random_order(data, device):
+    what = data.draw(
+        st.lists(
+            st.sampled_from(["compute", "weight", "dropout", "tell", "change", "result", "write", "optimize", "clear"]),
+            min_size=1,
+            max_size=9,
+        )
+    )
+    if sum(one in ("tell", "change", "result", "write", "optimize") for one in what) > 8:
+        return
+
+    def make(s):
+        @eager
+        def tell(x):
+            s.meter.update(x.mean())
+
+        @eager
+        def change(x):
+            x.add_(len(s.meter.values))
+            s.meter.values.append(1)
+
+        @eager
+        def result(x):
+            s.meter.values.append(2)
+            return x.cos() * len(s.meter.values)
+
+        @eager
+        def write():
+            with torch.no_grad():
+                s.model[0].bias.add_(0.01)
+
+        def step(x):
+            loss = torch.zeros((), device=s.device)
+            for one in what:
+                if one == "compute":
+                    x = x * 1.5 + loss
+                elif one == "weight":
+                    grown = loss_of(s.model(x.detach()))
+                    grown.backward()
+                    loss = loss + grown.detach()
+                elif one == "dropout":
+                    x = nn.functional.dropout(x, 0.5)
+                elif one == "tell":
+                    tell(x)
+                elif one == "change":
+                    x = x + 0
+                    change(x)
+                elif one == "result":
+                    x = result(x)
+                elif one == "write":
+                    write()
+                elif one == "optimize":
+                    eager(s.optimizer.step)()
+                elif one == "clear":
+                    s.optimizer.zero_grad()
+            s.optimizer.zero_grad()
+            return x + loss
+
+        return step
+
+    side, _ = play(
+        program(make, optimizer=counting, meter=lambda _: Meter()), noted(call), device, graph=whole, steps=8
+    )
+    assert side.graphs[0].stats.replays, side.graphs[0].last_failure
