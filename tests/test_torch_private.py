@@ -29,7 +29,7 @@ FILES = sorted(path for path in HOUSE.rglob("*.py") if path != HOUSE / "torch_pr
 LISTED = {name for names in torch_private.ATTRIBUTES.values() for name in names} | {*torch_private.OPTIONAL}
 OF_OTHER_LIBRARIES = {
     *("_replace", "_getframe", "_exit", "_is_owned", "_parse_exception_table", "_slotnames", "_lru_cache_wrapper"),
-    *("_inst", "_actions", "_option_string_actions", "_get_dump"),  # random, argparse, abc
+    *("_inst", "_actions", "_option_string_actions"),  # random, argparse
     *("_rand", "_bit_generator", "_return_value"),  # numpy, hydra
     *("_attn_implementation", "_global_mapping", "_decode", "_active_collector", "_hf_peft_config_loaded"),
 }

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.guards.notes import Note, Notes, geometry
-from graphmod.guards.values import MISSING, Cached, Cell, content, describe, is_plain, kind_of, same_content
+from graphmod.guards.values import MISSING, Cached, Cell, content_now, describe, is_plain, kind_of, same_content
 from graphmod.trace.lines import location
 from graphmod.trace.recorder import Recorder
 
@@ -142,7 +142,7 @@ def all_changes(notes: Notes) -> Iterator[Change]:
             yield _change_of(note, kept_by.get(id(note.owner)))
     yield from _changed_tensors(notes)
     for value, items, where in notes.contents.values():
-        if id(value) not in replaced and id(value) not in told and not same_content(items, content(value)):
+        if id(value) not in replaced and id(value) not in told and not same_content(items, content_now(value)):
             keeper = kept_by.get(id(value))
             effect = f"changes the items of a {kind_of(value)}{_of(keeper)} as it runs"
             yield Change(effect, lines_of(where), against_change(value, None, items, keeper), id(value))
@@ -188,7 +188,7 @@ def replacements(notes: Notes) -> dict[int, Any]:
         if note.items is not None:
             before, now = note.before(), note.now()
             exchanged = before is not now and type(before) is type(now) and not note.changed()
-            if exchanged and same_content(note.items, content(before)):
+            if exchanged and same_content(note.items, content_now(before)):
                 found[id(before)] = now
     return found
 

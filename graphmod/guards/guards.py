@@ -28,7 +28,7 @@ from graphmod.guards.values import (
     Fields,
     Kind,
     Slots,
-    content,
+    content_now,
     describe,
     get,
     is_plain,
@@ -36,6 +36,7 @@ from graphmod.guards.values import (
     kind_of,
     same,
     same_content,
+    same_plain,
 )
 from graphmod.ranks.fully_shard import as_in_forwards
 from graphmod.torch_private import alike, is_traceable_wrapper_subclass
@@ -61,14 +62,9 @@ def _has_none(leaf: Tensor) -> bool:
     return leaf.grad is None
 
 
-def _inside(value: Any) -> tuple:
-    """What is inside a container of which notes are kept, so that there is something; see `content`."""
-    return content(value) or ()
-
-
 def put_back(value: Any, items: tuple) -> None:
     """Gives a container the items that it had; see `content`."""
-    now = _inside(value)
+    now = content_now(value)
     if len(now) == len(items) and all(map(_is, now, items)):
         return
     if isinstance(value, dict):
@@ -103,7 +99,7 @@ class Contents:
         """Takes what is there now for right."""
         values = [value for value, _ in self.found]
         self._replaced = False
-        self._items = list(map(_inside, values))
+        self._items = list(map(content_now, values))
         self._empty = [value for value in values if type(value) in _BUILT_IN and not value]
         self._dicts = [value for value in values if type(value) is dict and value]
         self._sequences = [value for value in values if type(value) in (list, deque) and value]
@@ -115,7 +111,7 @@ class Contents:
     def _now(self) -> tuple[list[int], list[Any], list[tuple]]:
         dicts, sequences = self._dicts, self._sequences
         flat = [*_flat(dicts), *_flat(map(dict.values, dicts)), *_flat(sequences)]
-        return [*map(len, dicts), *map(len, sequences)], flat, list(map(_inside, self._others))
+        return [*map(len, dicts), *map(len, sequences)], flat, list(map(content_now, self._others))
 
     def changed(self) -> str | None:
         """The container in which something is no longer as it was, in words."""
@@ -126,14 +122,14 @@ class Contents:
         lengths, flat, inside = self._now()
         if lengths == self._lengths and all(map(_is, flat, self._flat)):
             for now, before in zip(inside, self._inside, strict=True):
-                if len(now) != len(before) or not all(map(_is, now, before)):
+                if len(now) != len(before) or not all(map(same_plain, now, before)):
                     return self._compare()
             return None
         return self._compare()
 
     def _compare(self) -> str | None:
         for (value, where), items in zip(self.found, self._items, strict=True):
-            if not same_content(items, _inside(value)):
+            if not same_content(items, content_now(value)):
                 return self._difference(value, items, where)
         self.refresh()  # equal values in the place of others
         return None
@@ -439,7 +435,7 @@ class Guards:
 
     def _compare(self) -> str | None:
         for _ in range(_MOST_LEVELS):
-            others = [(place, now) for place in self._places if (now := place.now()) is not place.value]
+            others = [(place, now) for place in self._places if not same_plain(now := place.now(), place.value)]
             if not others:
                 return None
             for place, now in others:
@@ -495,7 +491,7 @@ class Guards:
             yield
             return
         now = [(container, note, get(container, note.key)) for container, note, _ in self._as_then()]
-        contents = [(value, _inside(value)) for value, _ in self.contents.found]
+        contents = [(value, content_now(value)) for value, _ in self.contents.found]
         self.restore()
         try:
             yield

@@ -31,12 +31,15 @@ from graphmod.guards.values import (
     Cached,
     Cell,
     Fields,
+    InC,
     Kind,
     OpaqueModule,
     Place,
     Slots,
+    Subclasses,
     bound_to,
     content,
+    content_now,
     dict_of,
     find,
     find_in_classes,
@@ -49,7 +52,7 @@ from graphmod.guards.values import (
     is_of_library,
     is_plain,
     is_random,
-    is_small_array,
+    is_small_memory,
     means_nothing,
     of_c,
     same,
@@ -75,7 +78,8 @@ _OF_C = (types.MethodDescriptorType, types.WrapperDescriptorType)
 _BOUND = frozenset(map(identity, (types.BuiltinMethodType, types.MethodType)))
 _ITEM = object()  # tells notes on items from those on attributes
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
-_OF_FORM = {"dtype", "flags", "format", "itemsize", "nbytes", "ndim", "shape", "size", "strides"}  # and no content
+# Of arrays, and of what shows memory: no content.
+_OF_FORM = {"device", "dtype", "flags", "itemsize", "nbytes", "ndim", "obj", "shape", "size", "strides", "suboffsets"}
 _MOST_CACHED = 256
 DEEP = 6  # how far attributes of attributes are followed, where code in C may read any of them
 
@@ -85,7 +89,7 @@ STANDS_FOR = "_graphmod_stands_for"
 """The attribute of a function that is put somewhere for the length of a call: what is there else, maybe MISSING."""
 UNGUARDED = "_graphmod_unguarded"
 """The attribute of a function that is called anew at each replay, so that what belongs to it is no guard."""
-_FOLLOWED = (*CONTAINERS, partial, types.SimpleNamespace, *_METHODS_IN_C, *BUFFERS)
+_FOLLOWED = (*CONTAINERS, partial, types.SimpleNamespace)
 _DEPTH, _MOST_INSIDE = 32, 4096  # how far, and into how many items, containers in containers are followed
 
 
@@ -98,6 +102,13 @@ def geometry(tensor: Tensor) -> tuple:
     except RuntimeError:  # a subclass without memory of its own
         where = 0
     return (where, tensor.size(), tensor.stride(), tensor.dtype, tensor.requires_grad)
+
+
+def _is_followed(item: Any) -> bool:
+    """Whether code that goes through a container is taken to read what is in an item of it, too."""
+    if isinstance(item, _METHODS_IN_C):
+        return isinstance(item.__self__, CONTAINERS)
+    return isinstance(item, _FOLLOWED) or is_small_memory(item)
 
 
 _HELD = (nn.Module, type, *CONTAINERS, nn.Parameter, types.ModuleType)
@@ -285,7 +296,7 @@ class Note:
         self._view = None  # what makes the container of the object, which would keep that alive
         if self._weak_owner and place.container is dict_of(owner):
             self._container, self._view = None, dict_of
-        elif self._weak_owner and isinstance(place.container, (Kind, Slots)):
+        elif self._weak_owner and isinstance(place.container, (InC, Kind, Slots)):
             self._container, self._view = None, type(place.container)
         self._value, self._weak_value = _held(place.value)
         self.items = content(place.value) if isinstance(place.value, CONTAINERS) else None
@@ -328,7 +339,7 @@ class Note:
         if before is now:
             return False
         if self.items is not None and type(before) is type(now):
-            return not same_content(self.items, content(now) or ())
+            return not same_content(self.items, content_now(now))
         return not same(before, now)
 
 
@@ -378,7 +389,8 @@ class Notes:
         self._walked: dict[int, nn.Module] = {}
         self._in_classes: dict[tuple[int, str], Place | None] = {}
         self._kinds: dict[int, type] = {}  # kept, so that their identities stay theirs
-        self._in_c: dict[int, OpaqueModule | Cached | Answer] = {}
+        self._in_c: dict[tuple[int, str], OpaqueModule | Cached | Answer] = {}
+        self._subclasses = Subclasses()
         self._place: tuple[tuple, tuple] = (), ()  # the last `where`, and what `here` gave for it
         self._functions: dict[int, types.FunctionType] = {}
         self._first: dict[tuple[int, Any], Note] = {}  # notes by identity of the container, and key
@@ -439,7 +451,7 @@ class Notes:
             self.opaque_module(value)
         elif isinstance(value, (*CONTAINERS, partial)):
             for item in content(value) or ():
-                if isinstance(item, _FOLLOWED):
+                if isinstance(item, (*_FOLLOWED, *_METHODS_IN_C, *BUFFERS)):
                     self.root(item)
 
     def called(self, module: nn.Module) -> None:
@@ -498,23 +510,31 @@ class Notes:
 
     def opaque_module(self, module: nn.Module) -> None:
         """Takes in that all of a module may be read."""
-        self.note_items(self._held_by(module, OpaqueModule))
+        self.note_items(self._held_by(module, "", OpaqueModule))
 
     def cached(self, function: Any) -> None:
         """Notes what an `lru_cache` may return without calling its function, unless that is too much."""
-        cached = self._held_by(function, Cached)
+        cached = self._held_by(function, "", Cached)
         if len(cached.content()) <= _MOST_CACHED:
             self.note_items(cached)
 
     def asked(self, owner: Any, of: str, ask: Callable[[], Any]) -> None:
         """Takes in that code asks something of an object, which only a function in C can tell."""
-        self.note_items(self._held_by(owner, lambda _: Answer(of, ask)))
+        self.note_items(self._held_by(owner, of, lambda _: Answer(of, ask)))
 
-    def _held_by(self, value: Any, view: Callable[[Any], Any]) -> Any:
+    def asked_class(self, kind: type, of: Any) -> None:
+        """Takes in that code asks whether a class is a subclass of others, with which some may be registered."""
+        if self.ages.is_old(kind) or not is_made_by_code(kind):
+            self.ages.there(self._subclasses)
+            self._subclasses.ask(kind, of)
+            self.note_items(self._subclasses)
+
+    def _held_by(self, value: Any, what: str, view: Callable[[Any], Any]) -> Any:
         """A view of what an object holds in C, always the same one."""
-        if identity(value) not in self._in_c:
-            self._in_c[identity(value)] = self.belongs(view(value), value)
-        return self._in_c[identity(value)]
+        name = identity(value), what
+        if name not in self._in_c:
+            self._in_c[name] = self.belongs(view(value), value)
+        return self._in_c[name]
 
     # -- places --------------------------------------------------------------------------------------------------
 
@@ -575,6 +595,8 @@ class Notes:
             value = of_c(owner, name)
             if isinstance(owner, tuple):  # of whose fields each is an item
                 self._in_tuple(owner, value)
+            elif isinstance(owner, BUFFERS) and is_plain(value):
+                self._note(owner, Place(InC(owner), name, value))
             elif isinstance(owner, (numpy.ndarray, *BUFFERS)) and name not in _OF_FORM:
                 self.note_items(owner)
             return value
@@ -848,5 +870,5 @@ class Notes:
                 self._lead_to(item)
                 if isinstance(item, Tensor):
                     self._tensor(item)
-                elif depth and few and (isinstance(item, _FOLLOWED) or is_small_array(item)):
+                elif depth and few and _is_followed(item):
                     self.note_items(item, depth - 1)

@@ -2,6 +2,7 @@
 is inside values that can change; when two are the same to code that reads them.
 """
 
+import abc
 import array
 import contextvars
 import ctypes
@@ -132,6 +133,15 @@ class Cell(View):
             raise KeyError from None
 
 
+class InC(View):
+    """The attributes of an object that C keeps."""
+
+    __slots__ = ()
+
+    def __getitem__(self, name: str) -> Any:
+        return of_c(self.owner, name)
+
+
 class Kind(View):
     """The class of an object, under the key `__class__`."""
 
@@ -223,7 +233,8 @@ def find_in_classes(mro: tuple[type, ...], name: str) -> Place | None:
 
 
 def find_item(owner: Any, key: Any) -> Place | None:
-    """The place of an item of a list, tuple or dict; None for other objects, and keys that say nothing."""
+    """The place of an item of a list, tuple or dict, or of memory that Python shows as bytes, where that is a plain
+    value; None for other objects, and keys that say nothing."""
     kind = type(owner)
     if isinstance(owner, dict) and kind.__getitem__ is dict.__getitem__:
         try:
@@ -235,6 +246,9 @@ def find_item(owner: Any, key: Any) -> Place | None:
     if isinstance(owner, (list, tuple)) and type(key) is int and not isinstance(kind.__getitem__, types.FunctionType):
         count = _built_in(owner, (list, tuple)).__len__(owner)
         return Place(owner, key, owner[key]) if -count <= key < count else None
+    if isinstance(owner, BUFFERS) and type(key) is int and not isinstance(kind.__getitem__, types.FunctionType):
+        value = get(owner, key)
+        return Place(owner, key, value) if value is MISSING or is_plain(value) else None
     return None
 
 
@@ -302,7 +316,8 @@ _SEQUENCES = (list, tuple, deque)
 _SETS = (set, frozenset)
 _MAPPINGS = (dict, types.MappingProxyType)
 CONTAINERS = (*_SEQUENCES, *_SETS, *_MAPPINGS)
-BUFFERS = (array.array, bytearray, memoryview, mmap.mmap, *ctypes.Structure.__bases__)
+_OF_CTYPES = ctypes.Structure.__bases__
+BUFFERS = (array.array, bytearray, memoryview, mmap.mmap, *_OF_CTYPES)
 """Kinds of values that show memory as bytes, whoever else writes there."""
 _MOST_BYTES, _MOST_DIGESTED = 2**20, 2**26  # of an array: kept for comparing, and looked through, at each call
 _DEPTH = 6
@@ -362,6 +377,39 @@ class Cached:
         return [one for one in held if type(one).__name__ != "_lru_list_elem"]
 
 
+class Subclasses:
+    """Which classes were found to be subclasses of others that anybody may register classes with, at any time.
+
+    Its content is what is no longer so. That is asked again only where a class was registered, of whatever kind.
+    """
+
+    def __init__(self) -> None:
+        self._answers: dict[tuple[int, int], tuple[type, Any, Any]] = {}
+        self._others: tuple = ()
+        self._token = abc.get_cache_token()
+
+    def ask(self, kind: type, of: Any) -> None:
+        """Takes in that code is about to ask whether one class is a subclass of `of`, as that of `isinstance` may be.
+        Code of these classes that then runs does so now: they remember what it said."""
+        if (identity(kind), identity(of)) not in self._answers:
+            self._answers[identity(kind), identity(of)] = kind, of, self._is_one(kind, of)
+
+    def content(self) -> tuple:
+        token = abc.get_cache_token()
+        if token != self._token:
+            now = [(kind, self._is_one(kind, of), was) for kind, of, was in self._answers.values()]
+            self._others, self._token = tuple(kind for kind, is_one, was in now if is_one is not was), token
+        return self._others
+
+    @staticmethod
+    def _is_one(kind: type, of: Any) -> Any:
+        try:
+            return issubclass(kind, of)
+        except Exception as error:  # as protocols with data do
+            let_through(error)
+            return type(error)
+
+
 class Answer:
     """What a function in C tells of what it alone can see, such as whether a lock is taken: asked again to compare.
 
@@ -378,6 +426,8 @@ class Answer:
 
 def kind_of(value: Any) -> str:
     """The kind of a container, in words."""
+    if isinstance(value, Subclasses):
+        return "registry of abstract classes"
     return value.of if isinstance(value, Answer) else type(value).__name__
 
 
@@ -391,9 +441,12 @@ def _counts_by_value(kind: type) -> bool:
     return issubclass(kind, (*PLAIN, numpy.generic))
 
 
-def is_small_array(value: Any) -> bool:
-    """Whether a value is an array of numpy that costs little to compare."""
-    return isinstance(value, numpy.ndarray) and value.nbytes <= _MOST_BYTES
+def is_small_memory(value: Any) -> bool:
+    """Whether a value is an array of numpy, or shows memory as bytes, and costs little to compare."""
+    try:
+        return isinstance(value, (numpy.ndarray, *BUFFERS)) and _size_of(value) <= _MOST_BYTES
+    except ValueError:  # it is mapped, or was released
+        return False
 
 
 def is_iterator(value: Any) -> bool:
@@ -418,17 +471,8 @@ def _draws(kind: type) -> bool:
 
 
 HELD_IN = (
-    *(
-        OpaqueModule,
-        Cached,
-        Answer,
-        *CONTAINERS,
-        types.SimpleNamespace,
-        contextvars.ContextVar,
-        weakref.ref,
-        functools.partial,
-    ),
-    *(*BUFFERS, queue.SimpleQueue, numpy.ndarray),
+    *(OpaqueModule, Cached, Subclasses, Answer, *CONTAINERS, types.SimpleNamespace, contextvars.ContextVar),
+    *(weakref.ref, functools.partial, *BUFFERS, queue.SimpleQueue, numpy.ndarray),
 )
 """Kinds of values that `content` finds something in."""
 
@@ -443,7 +487,7 @@ def content(value: Any) -> tuple | None:
 
     What only counts while the call runs, the state of a random generator, `Chance` compares.
     """
-    if isinstance(value, (OpaqueModule, Cached, Answer)):
+    if isinstance(value, (OpaqueModule, Cached, Subclasses, Answer)):
         return value.content()
     if isinstance(value, _MAPPINGS):
         # An OrderedDict has an order of its own, which the dict that it is does not know.
@@ -463,25 +507,52 @@ def content(value: Any) -> tuple | None:
         return (value.func, *value.args, *value.keywords, *value.keywords.values())
     if isinstance(value, queue.SimpleQueue):
         return (value.qsize(),)
-    if isinstance(value, BUFFERS):
-        value = numpy.frombuffer(value, numpy.uint8)
     if isinstance(value, numpy.ndarray):
         if value.dtype.hasobject:
             return tuple(value.ravel().tolist())
-        return (value.shape, value.dtype.str, value.tobytes() if value.nbytes <= _MOST_BYTES else _digest(value))
+        return (*value.shape, value.dtype.str, _bytes_of(value))
+    if isinstance(value, BUFFERS):
+        return (_bytes_of(value),)
     return None
 
 
-def _digest(array: numpy.ndarray) -> int:
-    """The CRC-32 of an array's content.
+def content_now(value: Any) -> tuple:
+    """What is inside a value whose content was taken before; MISSING where it cannot be looked into any more."""
+    try:
+        return content(value) or ()
+    except Exception as error:  # memory was released, or a file closed; or whatever a container of the user's raises
+        let_through(error)
+        return (MISSING,)
+
+
+def _size_of(value: Any) -> int:
+    """The size in bytes of memory that a value shows.
 
     Raises:
-        ValueError: it is too large to be looked through at each call.
+        ValueError: it is that of a file, which may be cut off at any time; or it was released.
     """
-    if array.nbytes > _MOST_DIGESTED:
-        megabytes = f"{array.nbytes / 2**20:,.0f} MiB"
-        raise ValueError(f"an array of {megabytes} is too large to compare at each call; use a tensor")
-    return zlib.crc32(array.data if array.flags.c_contiguous else array.tobytes())
+    if isinstance(getattr(value, "obj", value) if type(value) is memoryview else value, mmap.mmap):
+        raise ValueError("of mapped memory only single items (`mapped[0]`) can be compared; pass the rest as a tensor")
+    if isinstance(value, _OF_CTYPES):
+        return ctypes.sizeof(value)
+    if isinstance(value, (numpy.ndarray, memoryview)):
+        return value.nbytes
+    return _built_in(value, BUFFERS).__len__(value) * getattr(value, "itemsize", 1)
+
+
+def _bytes_of(value: Any) -> bytes | int:
+    """The bytes that a value shows, or their CRC-32. No other thread runs as they are copied: a bytearray whose memory
+    somebody looks at cannot grow.
+
+    Raises:
+        ValueError: there are too many to be looked through at each call; see also `_size_of`.
+    """
+    size = _size_of(value)
+    if size > _MOST_DIGESTED:
+        raise ValueError(f"an array of {size / 2**20:,.0f} MiB is too large to compare at each call; use a tensor")
+    # `bytes` would run a `__bytes__` of the value's class.
+    copied = value.tobytes() if isinstance(value, (numpy.ndarray, memoryview)) else b"".join((value,))
+    return copied if size <= _MOST_BYTES else zlib.crc32(copied)
 
 
 _NAMED = (Tensor, str, nn.Module, type, types.ModuleType)
@@ -525,8 +596,13 @@ def same(one: Any, other: Any, depth: int = _DEPTH) -> bool:
         parts = ((part.func, part.args, part.keywords) for part in (one, other))
         return depth > 0 and all(same(a, b, depth - 1) for a, b in zip(*parts, strict=True))
     if depth and isinstance(one, CONTAINERS):
-        return same_content(content(one), content(other), depth - 1)
+        return same_content(content_now(one), content_now(other), depth - 1)
     return False
+
+
+def same_plain(one: Any, other: Any) -> bool:
+    """Whether two values are the same object, or equal and plain: what C keeps is made anew each time one looks."""
+    return one is other or (type(one) is type(other) and is_plain(one) and _same_plain(one, other))
 
 
 def _same_plain(one: Any, other: Any) -> bool:

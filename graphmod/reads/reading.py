@@ -39,7 +39,6 @@ from graphmod.guards.values import (
     Fields,
     content,
     is_made_by_code,
-    is_of_library,
     is_plain,
     sort_of,
 )
@@ -193,6 +192,7 @@ class Reading:
     def match_class(self, frame: FrameType, positional: int, values: list) -> None:
         subject, kind, names = values
         self.use(subject)
+        _kind_asked(self, isinstance, [subject, kind])
         if positional and isinstance(kind, type):
             self._notes.attribute(kind, "__match_args__")
             names = (*getattr(kind, "__match_args__", ())[:positional], *names)
@@ -454,17 +454,15 @@ def _of_system(reading: Reading, function: Any, given: list) -> None:
 
 def _kind_asked(reading: Reading, function: Any, given: list) -> None:
     """Classes may be registered with an abstract one."""
-    for kind in given[1] if isinstance(given[1], tuple) else given[1:2]:
-        if type(kind) is abc.ABCMeta and not is_of_library(kind):
-            reading._notes.asked(kind, f"registry of {kind.__name__}", functools.partial(_registered, kind))
+    if len(given) == 2 and any(issubclass(type(kind), abc.ABCMeta) for kind in _classes(given[1])):
+        asked = given[0] if function is issubclass and isinstance(given[0], type) else type(given[0])
+        reading._notes.asked_class(asked, given[1])
 
 
-def _registered(kind: abc.ABCMeta) -> list[Any]:
-    """The classes that are registered with an abstract one, or with those below it."""
-    # pyrefly: ignore[missing-attribute] -- typeshed leaves it out
-    own = [known() for known in abc._get_dump(kind)[0]]
-    below = [_registered(one) for one in type.__subclasses__(kind) if type(one) is abc.ABCMeta]
-    return sorted(itertools.chain(own, *below), key=identity)
+def _classes(kinds: Any) -> Iterator[Any]:
+    """The classes in what `isinstance` is given: one, a union, or a tuple of such."""
+    inside = kinds if isinstance(kinds, tuple) else kinds.__args__ if isinstance(kinds, types.UnionType) else ()
+    yield from itertools.chain.from_iterable(map(_classes, inside)) if inside else (kinds,)
 
 
 def _is_locked(reading: Reading, function: Any, given: list) -> None:

@@ -9,7 +9,9 @@ import enum
 import functools
 import mmap
 import multiprocessing
+import numbers
 import operator
+import os
 import signal
 import sys
 import threading
@@ -17,6 +19,7 @@ import time
 import types
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -309,6 +312,99 @@ def lock():
 
 
 @way
+def class_registered_with_one_in_a_union():
+    Kind, Meta = type("Kind", (), {}), type("Meta", (abc.ABCMeta,), {})
+    Abstract, one = Meta("Abstract", (), {}), Kind()
+    return lambda x: x * (3.0 if isinstance(one, int | Abstract) else 0.5), lambda: Abstract.register(Kind)
+
+
+@way
+def class_registered_with_one_of_a_library():
+    one = type("Kind", (), {})()
+    return lambda x: x * (3.0 if isinstance(one, (str, (numbers.Number,))) else 0.5), lambda: numbers.Real.register(
+        type(one)
+    )
+
+
+@way
+def class_registered_with_one_in_a_pattern():
+    Abstract, one = abc.ABCMeta("Abstract", (), {}), type("Kind", (), {})()
+
+    def function(x):
+        match one:
+            case Abstract():
+                return x * 3.0
+        return x * 0.5
+
+    return function, lambda: Abstract.register(type(one))
+
+
+@way
+def field_of_a_format_with_keywords_in_a_dict():
+    given = {"one": types.SimpleNamespace(scale=0.5)}
+    return lambda x: x * float("{one.scale}".format(**given)), lambda: setattr(given["one"], "scale", 3.0)
+
+
+@way
+def number_that_a_pointer_of_ctypes_leads_to():
+    number = ctypes.c_double(0.5)
+    pointer = ctypes.pointer(number)
+    return lambda x: x * pointer[0], lambda: setattr(number, "value", 3.0)
+
+
+@way
+def part_of_a_view_of_memory():
+    held = bytearray([1, 2, 3, 4])
+    view = memoryview(held)[::2]
+    return lambda x: x * sum(view), lambda: held.__setitem__(2, 5)
+
+
+@way
+def length_of_bytes():
+    held = bytearray(1)
+    return lambda x: x * len(held), lambda: held.append(1)
+
+
+@way
+def memory_that_is_released():
+    held = [memoryview(bytearray(b"abc"))]
+
+    def function(x):
+        try:
+            return x * held[0][0]
+        except ValueError:
+            return x * 7
+
+    return function, lambda: held[0].release()
+
+
+@way
+def memory_that_is_released_as_a_whole():
+    held = [memoryview(bytearray(b"abc"))]
+
+    def function(x):
+        try:
+            return x * held[0].tolist()[0]
+        except ValueError:
+            return x * 7
+
+    return function, lambda: held[0].release()
+
+
+@way
+def mapped_memory_that_is_closed():
+    held = mmap.mmap(-1, 8)
+
+    def function(x):
+        try:
+            return x * (held[0] + 1)
+        except ValueError:
+            return x * 7
+
+    return function, held.close
+
+
+@way
 def equal_list_beside_another_change():
     one = types.SimpleNamespace(values=[1.0, 2.0], flag=1.0)
     first = one.values
@@ -484,6 +580,98 @@ def test_a_warning_that_has_become_an_error_is_noticed(device):
         assert call.stats.replays
         warnings.simplefilter("error")
         assert torch.equal(call(x), x * 3.0)
+
+
+def test_of_a_mapped_file_that_is_cut_off_nothing_is_read_but_what_the_code_reads(device, tmp_path):
+    path, page = tmp_path / "mapped", mmap.PAGESIZE
+    path.write_bytes(b"\1" * 16 * page)
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        call, x = CUDAGraphModule(lambda x: x * mapped[0], config()), torch.ones(2, device=device)
+        for _ in range(5):
+            assert torch.equal(call(x), x)
+        os.ftruncate(file.fileno(), page)
+        assert torch.equal(call(x), x) and call.stats.captures == 1
+        mapped[0] = 3
+        assert torch.equal(call(x), x * 3)
+
+
+def test_mapped_memory_that_is_read_as_a_whole_is_refused(device):
+    with mmap.mmap(-1, 8) as mapped:
+        call, x = CUDAGraphModule(lambda x: x * mapped[:2][0] + 1, config()), torch.ones(2, device=device)
+        for scale in range(6):
+            mapped[0] = scale
+            assert torch.equal(call(x), x * scale + 1)
+        assert "only single items" in str(call.last_failure)
+
+
+READS_ONLY = {
+    "closed": lambda held, view, x: x * (not held.closed),
+    "item": lambda held, view, x: x * (1 + held[0]),
+    "form": lambda held, view, x: x * (view.readonly + view.contiguous + view.nbytes + (view.obj is held)),
+}
+
+
+@pytest.mark.parametrize("name", READS_ONLY)
+def test_large_memory_of_which_little_is_read_keeps_nothing_eager(name, device):
+    with mmap.mmap(-1, 2**27) as held, memoryview(held) as view:
+        call = CUDAGraphModule(functools.partial(READS_ONLY[name], held, view), config())
+        for _ in range(5):
+            call(torch.ones(2, device=device))
+        assert call.stats.replays, call.last_failure
+
+
+def test_memory_that_is_compared_may_grow_in_another_thread(device):
+    held = bytearray(2**21)
+    call, x, over = CUDAGraphModule(lambda x: x * (1 + held[:1][0]), config()), torch.ones(2, device=device), []
+
+    def grow():
+        while not over:
+            held.append(0)
+            held.pop()
+        return len(held)
+
+    with ThreadPoolExecutor(1) as pool:
+        grown = pool.submit(grow)
+        for _ in range(20):
+            assert torch.equal(call(x), x)
+        over.append(True)
+        assert grown.result() == 2**21
+
+
+def test_a_lock_that_the_code_itself_holds_is_no_change(device):
+    lock = threading.Lock()
+
+    def function(x):
+        with lock:
+            assert lock.locked()
+            return x * 2
+
+    call = CUDAGraphModule(function, config())
+    for _ in range(6):
+        call(torch.ones(2, device=device))
+    assert call.stats.replays, call.last_failure
+
+
+def test_classes_registered_elsewhere_do_not_count(device):
+    Abstract = abc.ABCMeta("Abstract", (), {})
+    call = CUDAGraphModule(lambda x: x * (1 + isinstance(x, Abstract)), config())
+    for _ in range(8):
+        Abstract.register(type("Kind", (), {}))
+        call(torch.ones(2, device=device))
+    assert (call.stats.captures, call.stats.replays) == (1, 6)
+
+
+def test_a_class_asked_with_too_few_arguments_raises_as_in_eager(device):
+    def function(x):
+        try:
+            return x * isinstance(3)
+        except TypeError:
+            return x * 2
+
+    call, x = CUDAGraphModule(function, config()), torch.ones(2, device=device)
+    for _ in range(6):
+        assert torch.equal(call(x), x * 2)
+    assert call.stats.replays, call.last_failure
 
 
 @pytest.mark.parametrize("name", WAYS)
