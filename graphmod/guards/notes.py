@@ -21,7 +21,6 @@ from graphmod.guards.values import (
     CODE,
     CONTAINERS,
     HELD_BY_MODULE,
-    HELD_IN,
     INERT,
     MISSING,
     OBJECT,
@@ -89,7 +88,7 @@ STANDS_FOR = "_graphmod_stands_for"
 """The attribute of a function that is put somewhere for the length of a call: what is there else, maybe MISSING."""
 UNGUARDED = "_graphmod_unguarded"
 """The attribute of a function that is called anew at each replay, so that what belongs to it is no guard."""
-_FOLLOWED = (*CONTAINERS, partial, types.SimpleNamespace)
+_FOLLOWED = (*CONTAINERS, partial, types.SimpleNamespace, *_METHODS_IN_C)
 _DEPTH, _MOST_INSIDE = 32, 4096  # how far, and into how many items, containers in containers are followed
 
 
@@ -102,13 +101,6 @@ def geometry(tensor: Tensor) -> tuple:
     except RuntimeError:  # a subclass without memory of its own
         where = 0
     return (where, tensor.size(), tensor.stride(), tensor.dtype, tensor.requires_grad)
-
-
-def _is_followed(item: Any) -> bool:
-    """Whether code that goes through a container is taken to read what is in an item of it, too."""
-    if isinstance(item, _METHODS_IN_C):
-        return isinstance(item.__self__, CONTAINERS)
-    return isinstance(item, _FOLLOWED) or is_small_memory(item)
 
 
 _HELD = (nn.Module, type, *CONTAINERS, nn.Parameter, types.ModuleType)
@@ -451,7 +443,7 @@ class Notes:
             self.opaque_module(value)
         elif isinstance(value, (*CONTAINERS, partial)):
             for item in content(value) or ():
-                if isinstance(item, (*_FOLLOWED, *_METHODS_IN_C, *BUFFERS)):
+                if isinstance(item, (*_FOLLOWED, *BUFFERS)):
                     self.root(item)
 
     def called(self, module: nn.Module) -> None:
@@ -840,7 +832,7 @@ class Notes:
         if sort == OBJECT:
             self._kind(value)
             return
-        if isinstance(value, _METHODS_IN_C) and isinstance(value.__self__, HELD_IN):
+        if isinstance(value, _METHODS_IN_C) and isinstance(value.__self__, CONTAINERS):
             value = self.belongs(value.__self__, value)
         elif hasattr(type(value), "mapping") and isinstance(value, (KeysView, ValuesView, ItemsView)):
             # The dict itself, which `mapping` would wrap anew each time.
@@ -870,5 +862,5 @@ class Notes:
                 self._lead_to(item)
                 if isinstance(item, Tensor):
                     self._tensor(item)
-                elif depth and few and _is_followed(item):
+                elif depth and few and (isinstance(item, _FOLLOWED) or is_small_memory(item)):
                     self.note_items(item, depth - 1)

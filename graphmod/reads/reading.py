@@ -30,14 +30,17 @@ from torch import Tensor, nn
 
 from graphmod.guards.notes import DEEP, Notes
 from graphmod.guards.values import (
+    BUFFERS,
     CODE,
     CONTAINERS,
+    HELD_IN,
     INERT,
     MISSING,
     OTHER,
     UNKNOWN,
     Fields,
     content,
+    find_in_classes,
     is_made_by_code,
     is_plain,
     sort_of,
@@ -56,6 +59,7 @@ Plan = dict[int, Step]
 _FRESH = (list, tuple, dict, set, frozenset)
 _BUILT_IN = frozenset(map(identity, (*_FRESH, str, int, float)))
 _OF_C = (types.BuiltinFunctionType, types.MethodDescriptorType, types.MethodWrapperType, types.WrapperDescriptorType)
+_METHODS_IN_C = (types.BuiltinMethodType, types.MethodWrapperType)
 _READ_STATE = {"__reduce_ex__", "__reduce__", "__getstate__"}  # all that is in an object
 _ADDS = {"append", "extend", "insert", "add", "update"}  # methods that tell nothing of what is there
 _BY_KEY = {"get", "__getitem__", "__contains__"}
@@ -72,6 +76,7 @@ _METHODS_OF_TENSORS = frozenset(
 _RUNS_PYTHON = (types.FunctionType, types.MethodType, nn.Module)
 # By identity: a class, or its class, may have a hash and a way to compare of its own.
 _READERS = frozenset(map(identity, (operator.attrgetter, operator.methodcaller)))  # of attributes that only they know
+_BUFFERS, _NOT_OF_CONTENT = (frozenset(map(identity, some)) for some in (BUFFERS, (len, type, isinstance)))
 _READ_ANY = frozenset(map(identity, (operator.attrgetter, getattr, vars)))
 
 
@@ -93,9 +98,14 @@ def _tells_nothing(function: Any, kind: type) -> bool:
 
 
 class Reading:
-    """Notes what instructions read."""
+    """Notes what instructions read.
+
+    Attributes:
+        taken: the identities of the locks that the code itself has taken.
+    """
 
     def __init__(self, notes: Notes) -> None:
+        self.taken: set[int] = set()
         self._notes = notes
         self._draws = notes.chance.draws
         self._globals: set[tuple[int, str, str]] = set()  # which were looked at: identity of the dict, name, file
@@ -139,6 +149,11 @@ class Reading:
     def kept(self, frame: FrameType, argument: Any, values: list) -> None:
         """What is kept may be used where nobody looks: in a backward, or by code in C. `step` has asked whether it was
         drawn."""
+
+    def enter(self, frame: FrameType, argument: Any, values: list) -> None:
+        if type(values[0]) is _LOCK:
+            _takes_lock(self, None, values)
+        self.each(frame, argument, values)
 
     def compare(self, frame: FrameType, how: str, values: list) -> None:
         self.each(frame, how, values)
@@ -318,7 +333,14 @@ class Reading:
                     if value is not owner:
                         self.use(value)
                 return
+        if identity(function) in _NOT_OF_CONTENT and given and identity(type(given[0])) in _BUFFERS:
+            used = True
         reads = _in_c.get(identity(function)) or _made_in_c.get(identity(kind))
+        if reads is None and kind is types.BuiltinMethodType:  # of an object, where it is one's
+            place = find_in_classes(type(function.__self__).__mro__, function.__name__)
+            if place is not None and identity(place.value) in _in_c:
+                self.called(place.value, [function.__self__, *given], used)
+                return
         if kind is types.FunctionType:
             notes.function(function)
         elif issubclass(kind, _OF_C) and function.__name__ in _BY_KEY:
@@ -331,7 +353,8 @@ class Reading:
         elif not _tells_nothing(function, kind):
             notes.chance.meet(function, notes.where)
             self._called_object(function, kind, given)
-            notes.note_items(function)
+            held = isinstance(function, _METHODS_IN_C) and isinstance(function.__self__, HELD_IN)
+            notes.note_items(notes.belongs(function.__self__, function) if held else function)
         self._arguments(given, used)
         if reads is not None and given:
             reads(self, function, given)
@@ -465,12 +488,28 @@ def _classes(kinds: Any) -> Iterator[Any]:
     yield from itertools.chain.from_iterable(map(_classes, inside)) if inside else (kinds,)
 
 
+def _length(reading: Reading, function: Any, given: list) -> None:
+    if identity(type(given[0])) in _BUFFERS:
+        reading._notes.asked(given[0], f"length of one {type(given[0]).__name__}", given[0].__len__)
+
+
 def _is_locked(reading: Reading, function: Any, given: list) -> None:
-    reading._notes.asked(given[0], "lock", given[0].locked)
+    if identity(given[0]) not in reading.taken or not given[0].locked():
+        reading._notes.asked(given[0], "lock", given[0].locked)
+
+
+def _takes_lock(reading: Reading, function: Any, given: list) -> None:
+    """With arguments it may give up, and says so: then it asks. Else it waits, as nobody does before a replay."""
+    if len(given) > 1:
+        _is_locked(reading, function, given)
+    reading.taken.add(identity(given[0]))
 
 
 def _warns(reading: Reading, function: Any, given: list) -> None:
-    reading.use(warnings.filters)  # which may make an error of it
+    """A filter may make an error of it; `catch_warnings` exchanges their list."""
+    if reading._notes.ages.is_old(warnings.filters):
+        reading._notes.attribute(warnings, "filters")
+    reading.use(warnings.filters)
 
 
 def _names_of(reading: Reading, function: Any, given: list) -> None:
@@ -484,15 +523,18 @@ def _mapped(reading: Reading, function: Any, given: list) -> None:
             reading.called(given[0], list(row))
 
 
+_LOCK = type(threading.Lock())
 _FIELDS, _PARTS = re.compile(r"\{([^{}!:]+)"), re.compile(r"([.\[])([^.\[\]]+)")
 _BY_NAME = (getattr, hasattr, setattr, delattr, object.__getattribute__, object.__setattr__, object.__delattr__)
 _in_c: dict[int, Callable] = {  # by identity of the function
     **{identity(one): _attribute for one in (*_BY_NAME, type.__getattribute__)},
     identity(vars): _dict_of,
+    identity(len): _length,
     identity(map): _mapped,
     identity(dir): _names_of,
     **{identity(one): _kind_asked for one in (isinstance, issubclass)},
-    identity(type(threading.Lock()).locked): _is_locked,
+    identity(_LOCK.locked): _is_locked,
+    identity(_LOCK.acquire): _takes_lock,
     identity(warnings.warn): _warns,
     **{identity(one): _formatted for one in (str.format, str.format_map)},
     identity(float): _number,
@@ -532,13 +574,14 @@ _STEPS: dict[str, tuple[Callable, int]] = {
         (
             *("GET_ITER", "GET_YIELD_FROM_ITER", "UNPACK_SEQUENCE", "UNPACK_EX", "LIST_EXTEND", "SET_UPDATE"),
             *("DICT_UPDATE", "DICT_MERGE", "UNARY_NOT", "UNARY_NEGATIVE", "UNARY_INVERT", "UNARY_POSITIVE", "TO_BOOL"),
-            *("FORMAT_SIMPLE", "CONVERT_VALUE", "GET_LEN", "MATCH_MAPPING", "MATCH_SEQUENCE", "BEFORE_WITH"),
+            *("FORMAT_SIMPLE", "CONVERT_VALUE", "GET_LEN", "MATCH_MAPPING", "MATCH_SEQUENCE"),
             *("POP_JUMP_FORWARD_IF_TRUE", "POP_JUMP_FORWARD_IF_FALSE", "POP_JUMP_BACKWARD_IF_TRUE"),
             *("POP_JUMP_BACKWARD_IF_FALSE", "JUMP_IF_TRUE_OR_POP", "JUMP_IF_FALSE_OR_POP", "CALL_INTRINSIC_1"),
             *("RETURN_VALUE", "YIELD_VALUE"),  # maybe to code in C
         ),
         (Reading.each, 1),
     ),
+    "BEFORE_WITH": (Reading.enter, 1),
     "FORMAT_WITH_SPEC": (Reading.each, 2),
 }
 if sys.version_info < (3, 13):

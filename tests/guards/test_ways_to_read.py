@@ -12,6 +12,7 @@ import multiprocessing
 import numbers
 import operator
 import os
+import queue
 import signal
 import sys
 import threading
@@ -340,9 +341,36 @@ def class_registered_with_one_in_a_pattern():
 
 
 @way
+def lock_by_way_of_a_variable():
+    one = threading.Lock()
+    ask = one.locked
+    return lambda x: x * (3.0 if ask() else 0.5), lambda: one.acquire(blocking=False)
+
+
+@way
+def lock_that_is_tried():
+    one = threading.Lock()
+
+    def function(x):
+        if one.acquire(blocking=False):
+            one.release()
+            return x * 0.5
+        return x * 3.0
+
+    return function, lambda: one.acquire(blocking=False)
+
+
+@way
 def field_of_a_format_with_keywords_in_a_dict():
     given = {"one": types.SimpleNamespace(scale=0.5)}
     return lambda x: x * float("{one.scale}".format(**given)), lambda: setattr(given["one"], "scale", 3.0)
+
+
+@way
+def field_of_a_format_by_way_of_a_variable():
+    one = type("Kind", (), {})()
+    one.scale, read = 0.5, "{0.scale}".format
+    return lambda x: x * float(read(one)), lambda: setattr(one, "scale", 3.0)
 
 
 @way
@@ -582,6 +610,26 @@ def test_a_warning_that_has_become_an_error_is_noticed(device):
         assert torch.equal(call(x), x * 3.0)
 
 
+def test_filters_of_warnings_that_are_exchanged_are_noticed(device):
+    def function(x):
+        try:
+            warnings.warn("half", stacklevel=1)
+        except UserWarning:
+            return x * 3.0
+        return x * 0.5
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        call, x = CUDAGraphModule(function, config()), torch.ones(2, device=device)
+        for _ in range(6):
+            assert torch.equal(call(x), x * 0.5)
+        assert call.stats.replays
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert torch.equal(call(x), x * 3.0)
+        assert torch.equal(call(x), x * 0.5)
+
+
 def test_of_a_mapped_file_that_is_cut_off_nothing_is_read_but_what_the_code_reads(device, tmp_path):
     path, page = tmp_path / "mapped", mmap.PAGESIZE
     path.write_bytes(b"\1" * 16 * page)
@@ -604,16 +652,20 @@ def test_mapped_memory_that_is_read_as_a_whole_is_refused(device):
         assert "only single items" in str(call.last_failure)
 
 
+BESIDE = []
 READS_ONLY = {
+    "length": lambda held, view, x: x * len(held),
     "closed": lambda held, view, x: x * (not held.closed),
     "item": lambda held, view, x: x * (1 + held[0]),
     "form": lambda held, view, x: x * (view.readonly + view.contiguous + view.nbytes + (view.obj is held)),
+    "beside": lambda held, view, x: x * sum(one for one in BESIDE if type(one) is int),
 }
 
 
 @pytest.mark.parametrize("name", READS_ONLY)
-def test_large_memory_of_which_little_is_read_keeps_nothing_eager(name, device):
+def test_large_memory_of_which_little_is_read_keeps_nothing_eager(name, monkeypatch, device):
     with mmap.mmap(-1, 2**27) as held, memoryview(held) as view:
+        monkeypatch.setitem(globals(), "BESIDE", [held, view, 1])
         call = CUDAGraphModule(functools.partial(READS_ONLY[name], held, view), config())
         for _ in range(5):
             call(torch.ones(2, device=device))
@@ -636,6 +688,17 @@ def test_memory_that_is_compared_may_grow_in_another_thread(device):
             assert torch.equal(call(x), x)
         over.append(True)
         assert grown.result() == 2**21
+
+
+def test_methods_of_containers_that_code_comes_across_do_not_count(device):
+    one, held = queue.SimpleQueue(), bytearray(1)
+    settings = {"put": one.put, "append": held.append, "scale": 2}
+    call = CUDAGraphModule(lambda x: x * sum(v for v in settings.values() if type(v) is int), config())
+    for index in range(6):
+        one.put(index)
+        held.append(1)
+        call(torch.ones(2, device=device))
+    assert (call.stats.captures, call.stats.replays) == (1, 4)
 
 
 def test_a_lock_that_the_code_itself_holds_is_no_change(device):
