@@ -4,7 +4,9 @@ That depends on where the values of tensors come from. A value made from constan
 every such call. One that depends on an argument, on anything from outside or on chance is not.
 """
 
+import inspect
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +14,10 @@ from torch import Tensor
 
 from graphmod.torch_private import OpOverload, no_dispatch_of_its_own
 from graphmod.trace.compiled import CompiledGraph
-from graphmod.trace.lines import Lines, remedy_for, remedy_in
+from graphmod.trace.lines import TORCH, Lines
 from graphmod.trace.operations import Facts, address
 
+_PACKAGES = str(Path(torch.__file__).parent.parent)
 _HOST_READS = {"aten::_local_scalar_dense", "aten::equal", "aten::allclose", "aten::item"}
 _LINALG_CHECK = "aten::_linalg_check_errors"
 _INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
@@ -82,10 +85,42 @@ def is_harmless(op: Any, about: Facts) -> bool:
 def hazard(operation: str, lines: Lines, reason: Reason, on_gpu: bool) -> Hazard:
     """A reason with its place; of an optimizer's step, with what helps for this optimizer."""
     if lines.optimizer is None:
-        return Hazard(operation, lines, reason.effect, (reason is _READ and remedy_in(lines)) or reason.remedy)
+        return Hazard(operation, lines, reason.effect, (reason is _READ and _remedy_in(lines)) or reason.remedy)
     name = type(lines.optimizer).__name__
     effect = f"the step of {name} reads or changes values on the host, such as its step count or learning rate, which "
-    return Hazard(operation, lines, effect + "no replay would do", remedy_for(lines.optimizer, on_gpu))
+    return Hazard(operation, lines, effect + "no replay would do", _remedy_for(lines.optimizer, on_gpu))
+
+
+def _remedy_for(optimizer: torch.optim.Optimizer, on_gpu: bool) -> str:
+    """What its user can do about an optimizer whose step reads values on the host."""
+    known = inspect.signature(type(optimizer).__init__).parameters
+    wanted = ("fused", "capturable") if on_gpu else ("fused",)
+    given = [name for name in wanted if name in known and not all(g.get(name) for g in optimizer.param_groups)]
+    outside = "keep optimizer.step() outside the captured callable"
+    if not given or ("fused" not in known and not on_gpu):
+        return outside
+    flags = ", ".join(f"{name}=True" for name in given)
+    rate = "" if isinstance(optimizer.param_groups[0].get("lr"), torch.Tensor) else ", with a tensor as lr"
+    return f"build {type(optimizer).__name__} with {flags}{rate}, or {outside}"
+
+
+_REMEDIES_IN = {
+    f"{_PACKAGES}/transformers/masking_utils.py": "pass no attention_mask where nothing is padded, or load the "
+    "model with attn_implementation='eager'",
+    f"{_PACKAGES}/transformers/modeling_utils.py": "pass attention_mask=torch.ones_like(input_ids) where nothing is "
+    "padded, or set model.config.pad_token_id = None",
+    f"{TORCH}amp/grad_scaler.py": "keep the GradScaler's step() and update() outside of the captured call",
+    f"{TORCH}distributions/": "build the distribution with validate_args=False",
+    f"{TORCH}nn/utils/clip_grad.py": "call it with error_if_nonfinite=False",
+    f"{TORCH}optim/swa_utils.py": "keep update_parameters() outside of the captured call",
+}
+
+
+def _remedy_in(lines: Lines) -> str | None:
+    """What its user can do about code of a library that reads values on the host; None where that is not known."""
+    if lines.library is None:
+        return None
+    return next((remedy for part, remedy in _REMEDIES_IN.items() if lines.library.startswith(part)), None)
 
 
 UNDER_A_MODE = Reason("computes under a dispatch mode, whose Python code a replay would not run", OUTSIDE)

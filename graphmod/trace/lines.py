@@ -1,7 +1,6 @@
 """Whose a file is, and which lines of code an operation comes from: the user's, and a library's that lies between."""
 
 import functools
-import inspect
 import logging
 import os
 import sys
@@ -16,7 +15,6 @@ from graphmod.torch_private import current_node
 
 CORE, TORCH = str(Path(__file__).parent.parent) + os.sep, str(Path(torch.__file__).parent) + os.sep
 STDLIB = sysconfig.get_path("stdlib") + os.sep
-_PACKAGES = str(Path(torch.__file__).parent.parent)
 _LOGGING = str(Path(logging.__file__).parent)
 # How torch gets from a call to an operation: of these no line tells anything.
 _PLUMBING = (f"{TORCH}_", f"{TORCH}nn/modules/module.py", f"{TORCH}utils/_", f"{TORCH}autograd/", CORE)
@@ -127,35 +125,3 @@ def lines() -> Lines:
             break
         frame = frame.f_back
     return Lines(user, library, backward, optimizer)
-
-
-def remedy_for(optimizer: torch.optim.Optimizer, on_gpu: bool) -> str:
-    """What its user can do about an optimizer whose step reads values on the host."""
-    known = inspect.signature(type(optimizer).__init__).parameters
-    wanted = ("fused", "capturable") if on_gpu else ("fused",)
-    given = [name for name in wanted if name in known and not all(g.get(name) for g in optimizer.param_groups)]
-    outside = "keep optimizer.step() outside the captured callable"
-    if not given or ("fused" not in known and not on_gpu):
-        return outside
-    flags = ", ".join(f"{name}=True" for name in given)
-    rate = "" if isinstance(optimizer.param_groups[0].get("lr"), torch.Tensor) else ", with a tensor as lr"
-    return f"build {type(optimizer).__name__} with {flags}{rate}, or {outside}"
-
-
-_REMEDIES_IN = {
-    f"{_PACKAGES}/transformers/masking_utils.py": "pass no attention_mask where nothing is padded, or load the "
-    "model with attn_implementation='eager'",
-    f"{_PACKAGES}/transformers/modeling_utils.py": "pass attention_mask=torch.ones_like(input_ids) where nothing is "
-    "padded, or set model.config.pad_token_id = None",
-    f"{TORCH}amp/grad_scaler.py": "keep the GradScaler's step() and update() outside of the captured call",
-    f"{TORCH}distributions/": "build the distribution with validate_args=False",
-    f"{TORCH}nn/utils/clip_grad.py": "call it with error_if_nonfinite=False",
-    f"{TORCH}optim/swa_utils.py": "keep update_parameters() outside of the captured call",
-}
-
-
-def remedy_in(lines: Lines) -> str | None:
-    """What its user can do about code of a library that reads values on the host; None where that is not known."""
-    if lines.library is None:
-        return None
-    return next((remedy for part, remedy in _REMEDIES_IN.items() if lines.library.startswith(part)), None)
