@@ -102,7 +102,7 @@ def test_prompts_of_a_file_are_written_as_json_lines(trained):
         (["prompt=x"], "model.path=FOLDER is missing"),
         (["model.path=nowhere", "prompt=x"], "model.path=nowhere is not a folder"),
         (["model.path=runs/train"], "give one of"),
-        (["model.path=runs/train", "prompt="], "prompt 0 is empty"),
+        (["model.path=runs/train", "prompt="], "the prompt is empty; write some text"),
         (["model.path=runs/train", "prompt=x", "decode.temprature=1"], "did you mean 'decode.temperature'?"),
         (["model.path=runs/train", "prompt=x", "graph=decod"], "did you mean graph=decode?"),
         (["model.path=runs/train", "prompt=x", "graph=auto"], "\n  choices of 'graph': decode, none\n"),
