@@ -457,7 +457,9 @@ def make_app(service: Service, alive: Lifespan[Starlette]) -> Starlette:
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def get_page(_: Request) -> Response:
-        return HTMLResponse(page, headers={"content-security-policy": "default-src 'self' 'unsafe-inline'"})
+        return HTMLResponse(
+            page, headers={"content-security-policy": "default-src 'self' 'unsafe-inline'; img-src data:"}
+        )
 
     async def on_api_error(_: Request, error: ApiError) -> Response:
         return error.response()
