@@ -379,7 +379,10 @@ class Guards:
         try:
             same_objects = (
                 all(map(_is, map(_get, self._dicts, self._names, repeat(MISSING)), self._in_dicts))
-                and all(map(_is, map(_getitem, self._held, self._keys), self._in_others))
+                and (
+                    all(map(_is, map(_getitem, self._held, self._keys), self._in_others))
+                    or all(map(same_plain, map(_getitem, self._held, self._keys), self._in_others))
+                )
                 and all(map(_is, map(_cell_contents, self._cells), self._in_cells))
                 and all(map(_is, _flat(map(_fields, self._functions)), self._in_functions))
             )
