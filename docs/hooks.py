@@ -6,12 +6,12 @@ The README, CONTRIBUTING and CHANGELOG become pages of the site, and the program
 
 import dataclasses
 import importlib
+import inspect
 import re
 import sys
 from enum import Enum
 from pathlib import Path
 
-from griffe import Docstring
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
@@ -71,20 +71,18 @@ def _groups(given: object, before: str) -> list[str]:
     return [*heading, tables.table(["key", "default", ""], rows, numbers=False), *groups] if rows else groups
 
 
+# Names may stand together before a description, and go on in a second line.
+_ATTRIBUTE = re.compile(r"^    (\w+(?:,\s+\w+)*): (.+(?:\n(?: {6,}.*|(?=\n)))*)", re.MULTILINE)
+
+
 def _said(kind: type) -> dict[str, str]:
     """What the docstrings of a schema, and of those that it extends, say about its fields."""
-    sections = [
-        section
-        for one in reversed(kind.__mro__)
-        for section in Docstring(one.__doc__ or "").parse("google", warnings=False)
-        if section.kind.value == "attributes"
-    ]
-    return {
-        name.strip(): item.description
-        for section in sections
-        for item in section.value
-        for name in item.name.split(",")
-    }
+    found = {}
+    for one in reversed(kind.__mro__):
+        _, _, attributes = inspect.cleandoc(one.__doc__ or "").partition("\nAttributes:\n")
+        for names, description in _ATTRIBUTE.findall(attributes):
+            found |= dict.fromkeys(re.split(r",\s+", names), description)
+    return found
 
 
 def _shown(value: object) -> str:

@@ -51,6 +51,9 @@ def test_the_settings_are_there_with_their_defaults(site, schema):
         if hasattr(settings, "__dataclass_fields__"):
             assert all(f" {group}.{name} " in text for name in vars(settings)), group
     assert "train.seed" in text and " data.batch_size 8 " in text
+    rows = re.findall(r"<tr>.*?</tr>", (site / "settings.html").read_text(), re.DOTALL)
+    bare = [row for row in rows if re.search(r"<td[^>]*>\s*</td>\s*</tr>", row)]
+    assert rows and not bare, f"without a description: {bare}"
 
 
 @pytest.mark.parametrize("name", tables.TABLES)
