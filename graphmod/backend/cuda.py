@@ -36,7 +36,8 @@ from graphmod.torch_private import (
     settle_attention_order,
 )
 from graphmod.trace.garbage import no_garbage_collection
-from graphmod.trace.recorder import Follower, Graph, Parts, Script
+from graphmod.trace.recorder import Follower, Graph, Parts
+from graphmod.trace.script import Script
 from graphmod.trace.undo import within
 
 log = logging.getLogger("graphmod")

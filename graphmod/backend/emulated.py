@@ -19,7 +19,8 @@ from graphmod.torch_private import BelowAutograd, NoAutocast, Work, functional_c
 from graphmod.trace.garbage import no_garbage_collection
 from graphmod.trace.hazards import NO_VALUES
 from graphmod.trace.operations import address, each_tensor, facts, tensors_in
-from graphmod.trace.recorder import Follower, Graph, Parts, Script
+from graphmod.trace.recorder import Follower, Graph, Parts
+from graphmod.trace.script import Script
 from graphmod.trace.undo import within
 
 # These change how a tensor looks at its memory, which the recording keeps as they have left it.

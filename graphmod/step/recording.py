@@ -27,7 +27,8 @@ from graphmod.torch_private import (
 from graphmod.trace import dispatch
 from graphmod.trace.garbage import no_garbage_collection
 from graphmod.trace.host_draws import HostDraws
-from graphmod.trace.recorder import Recorder, Script
+from graphmod.trace.recorder import Recorder
+from graphmod.trace.script import Script
 from graphmod.trace.undo import Undo, is_interrupt, undoing
 
 BACKWARD_OUTSIDE = (

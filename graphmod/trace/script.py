@@ -1,0 +1,147 @@
+"""What a recorded call leaves for the captures of the same call.
+
+A capture takes over from the recorded call its operations, to be compared with, and what was made from constants alone.
+An eager call may read that on the host, or copy a list to the device: each such call gets the same. A capture can do
+neither, and takes what the recorded call got.
+"""
+
+from collections.abc import Callable, Container
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphmod.trace.lines import Lines
+from graphmod.trace.operations import Step, address, each_tensor, facts, tensors_in
+
+
+class Kept:
+    """What is kept of one operation on constants.
+
+    Args:
+        kind: `result`, to be used in place of the operation, or `arguments`, in place of its host tensors.
+        constants: the constants among its arguments.
+    """
+
+    def __init__(self, kind: str, constants: list[Tensor]) -> None:
+        self.kind = kind
+        self._constants = constants if kind == "arguments" else []
+        self._value: Any = None
+        self.where: set[int] = set()  # the addresses of what stands in for arguments
+        self._made_at: set[int] = set()
+        self._written = False
+
+    def keep(self, result: Any) -> None:
+        """Takes in the operation's result, of the recorded call."""
+        if self.kind == "arguments":
+            device = next((t.device for t in tensors_in((result,)) if t.is_cuda), None)
+            self._value = [tensor.to(device) for tensor in self._constants]
+            self.where = set(map(address, self._value))
+            self._constants = []
+            return
+        self._made_at = {address(tensor) for tensor in tensors_in((result,))} - {0}
+        self._value = each_tensor(result, lambda tensor: tensor.detach().clone())
+
+    def note_write(self, where: int) -> None:
+        """Takes in that the recorded call changed what lies at an address."""
+        self._written = self._written or where in self._made_at
+
+    def result(self) -> Any:
+        """The result for a capture: a copy, made anew in each replay, where the code goes on to change it."""
+        return each_tensor(self._value, torch.clone if self._written else torch.Tensor.detach)
+
+    def in_place_of(self, constants: list[Tensor], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The arguments of a capture, with these host tensors replaced by those on the device."""
+        other = {id(tensor): kept for tensor, kept in zip(constants, self._value, strict=True)}
+
+        def swap(value: Any) -> Any:
+            return each_tensor(value, lambda tensor: other.get(id(tensor), tensor))
+
+        return tuple(map(swap, args)), {key: swap(value) for key, value in kwargs.items()}
+
+
+class Script:
+    """The record of an eager call, for the captures of the same call.
+
+    Attributes:
+        kept: index of an operation -> what is kept of it.
+        aims: index of an operation -> makes the memory that its result is to be computed into.
+
+    Args:
+        trace: its operations.
+        numbers: the indices of those that read a number which is drawn on the host.
+    """
+
+    def __init__(self, trace: list[Step], numbers: Container[int]) -> None:
+        self.trace = trace
+        self.numbers = numbers
+        self.kept: dict[int, Kept] = {}
+        self.aims: dict[int, Callable[[], Tensor]] = {}
+        self._made: list[tuple[Tensor, Tensor]] = []  # of Python values, in order, each on the host and on the GPU
+
+    def note_write(self, where: int) -> None:
+        """Takes in that the call changed what lies at an address."""
+        for kept in self.kept.values():
+            kept.note_write(where)
+
+    def note_made(self, tensor: Tensor) -> None:
+        """Takes in a tensor that the call makes of Python values."""
+        self._made.append((tensor.detach().cpu(), tensor.detach().clone()))
+
+    def made(self, number: int, now: Tensor) -> Tensor | None:
+        """A copy of the tensor made as the `number`-th; None where that had other values than `now`, on the host."""
+        if number >= len(self._made):
+            return None
+        then, kept = self._made[number]
+        same = now.dtype is then.dtype and torch.equal(now.nan_to_num(), then.nan_to_num())
+        return kept.clone() if same else None
+
+    def differs(self, index: int, step: Step, where: Callable[[], Lines]) -> str | None:
+        """Why an operation of a capture is not the one of the recorded call; `where` tells its lines."""
+        if index >= len(self.trace):
+            return f"{where().location} does more operations than the call before, which did {len(self.trace)}"
+        return None if self.has(index, step) else _differs(self.trace[index], step, where().location)
+
+    def has(self, index: int, step: Step) -> bool:
+        """Whether the recorded call did the same operation there, with the same scalars."""
+        old = self.trace[index] if index < len(self.trace) else None
+        return old is not None and old.op is step.op and old.scalars == step.scalars
+
+    def compare(self, trace: list[Step]) -> str | None:
+        """Why these operations of a later call are not those of the recorded one; None where they are.
+
+        A difference means that the code has state in Python (a counter, a learning rate, a branch) that a graph would
+        freeze at its present value.
+        """
+        for index, step in enumerate(trace[: len(self.trace)]):
+            if not self.has(index, step):
+                return _differs(self.trace[index], step, step.location)
+        return self.ends_otherwise(trace)
+
+    def ends_otherwise(self, trace: list[Step]) -> str | None:
+        """Why a call that did these operations, and no others so far, is not all of the recorded call."""
+        if len(self.trace) == len(trace):
+            return None
+        extra = (self.trace if len(self.trace) > len(trace) else trace)[min(len(self.trace), len(trace))]
+        return (
+            f"the call before did {len(self.trace)} operations, this one {len(trace)}; the first that differs is "
+            f"{facts(extra.op).short} at {extra.location}"
+        )
+
+
+def _differs(old: Step, new: Step, where: str) -> str:
+    """Why an operation is another than that of the same index in the record of an earlier call."""
+    name = facts(new.op).short
+    if old.op is not new.op:
+        return (
+            f"{where} does {name} where the call before did {facts(old.op).short}: a graph would "
+            "freeze one side of a branch in Python"
+        )
+    if facts(new.op).lifts:
+        return f"{where} makes a tensor of other values than in the call before: a graph would freeze them"
+    values = [(a, b) for a, b in zip(old.scalars, new.scalars, strict=False) if a != b]
+    was, now_is = values[0] if values else (old.scalars, new.scalars)
+    return (
+        f"{where} passes {now_is!r} to {name} where the call before passed {was!r}: a graph would freeze a Python "
+        "number; make it a tensor and fill_ it"
+    )
