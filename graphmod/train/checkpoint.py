@@ -1,7 +1,8 @@
 """The format of a checkpoint: a folder that `from_pretrained` loads, and beside the weights what resuming needs.
 
-Which checkpoint a run resumes from is decided in `train/resume.py`. A checkpoint appears whole or not at all: it is
-written under another name, forced to the disk, and renamed; what it says of itself, `train/folders.py` knows.
+Which checkpoint a run resumes from, and how it is put back, is in `train/resume.py`. A checkpoint appears whole or not
+at all: it is written under another name, forced to the disk, and renamed; what it says of itself, `train/folders.py`
+knows.
 """
 
 import json
@@ -44,7 +45,7 @@ from graphmod.train.parallel import local, shards, spread, whole
 from graphmod.train.settings import MERGED_FOLDER
 from graphmod.train.step import TrainStep
 
-# -- how far a run is, and the random state of its generators ----------------------------------------------------------
+# -- how far a run is --------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -76,21 +77,6 @@ class Progress:
     arrangement: str = ""
     seen: tuple[int, int] | None = None
     random: list[dict[str, torch.Tensor]] = field(default_factory=list)
-
-
-def random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """The state of the random generators that training draws from."""
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Puts the generators back to what `random_state` found."""
-    torch.set_rng_state(state["cpu"])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], device)
 
 
 # -- the weights of a model that is not of transformers, in one file, as `safetensors.torch` has them ------------------
@@ -512,40 +498,3 @@ def saved_weights(folder: Path, model: nn.Module, dtype: torch.dtype) -> dict[st
         return load_plain(folder / WEIGHTS_FILE)
     kind = type(model).__mro__[2] if shards(model) else type(model)  # of one that is sharded, what it was
     return load_weights(folder, dims, dtype, kind).state_dict()
-
-
-def restore(
-    folder: Path,
-    model: nn.Module,
-    step: TrainStep,
-    weights: dict[str, Tensor],
-    rank: int = 0,
-    ranks: int = 1,
-    seed: int = 0,
-) -> Progress:
-    """Puts a run back to where it was when `folder` was saved, in place: addresses stay.
-
-    Args:
-        folder: a verified checkpoint.
-        model, step: built as they were for that run.
-        weights: of the model that `folder` holds.
-        rank, ranks: which one this is, of how many. Where there were as many, each gets its random state back; else the
-            first gets its own.
-        seed: of the random numbers of a rank that has no random state from before.
-    """
-    state = load_training_state(folder)
-    rates = [group["lr"] for group in step.optimizer.param_groups]
-    # Into the model built as before: buffers that are in no file, such as rotary frequencies, stay as they were then.
-    here = model.state_dict(keep_vars=True)
-    model.load_state_dict({name: spread(value, here[name]) for name, value in weights.items()})
-    put_state(step, state["trained"] or load_shards(folder / SHARDS, step))
-    for group, rate in zip(step.optimizer.param_groups, rates, strict=True):
-        rate.copy_(torch.as_tensor(state["learning_rate"]))
-        group["lr"] = rate
-    step.load_state_dict(state["step"])
-    if rank == 0 or len(state["random"]) == ranks:
-        set_random_state(state["random"][rank], step.device)
-    else:
-        torch.manual_seed(seed)
-    evaluated = [(done, loss) for done, loss in state["eval_losses"]]
-    return Progress(state["steps_done"], losses=state["losses"].tolist(), eval_losses=evaluated)

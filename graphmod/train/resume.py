@@ -1,4 +1,6 @@
-"""Which checkpoint a run resumes from, which folder it owns meanwhile, and which settings decide its numbers."""
+"""Which checkpoint a run resumes from, which folder it owns meanwhile, which settings decide its numbers, and how its
+model, step and random state are put back.
+"""
 
 import itertools
 import logging
@@ -9,7 +11,11 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 from graphmod.errors import ConfigError, GraphmodError
+from graphmod.train.checkpoint import SHARDS, Progress, load_shards, load_training_state, put_state
 from graphmod.train.device import pick_device
 from graphmod.train.folders import (
     CHECKPOINTS,
@@ -24,8 +30,10 @@ from graphmod.train.folders import (
     verify,
 )
 from graphmod.train.optim import learning_rates
+from graphmod.train.parallel import spread
 from graphmod.train.result import RESULT_FILE, RunResult
 from graphmod.train.settings import ADAPTER_FILE, MERGED_FOLDER, RunConfig, plain_config
+from graphmod.train.step import TrainStep
 from graphmod.words import as_yaml
 
 # -- the settings and the text that decide the numbers of a run, and whether two runs have the same --------------------
@@ -465,3 +473,58 @@ def finished_result(point: ResumePoint, steps: int, epochs: int | None, say: Cal
         return RunResult.read(run)
     say("\n  ".join([f"resuming from step {done} of {steps}: {point.checkpoint}", *point.changed]))
     return None
+
+
+# -- model, step and random state as a checkpoint has them -------------------------------------------------------------
+
+
+def random_state(device: torch.device) -> dict[str, torch.Tensor]:
+    """The state of the random generators that training draws from."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Puts the generators back to what `random_state` found."""
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def restore(
+    folder: Path,
+    model: nn.Module,
+    step: TrainStep,
+    weights: dict[str, Tensor],
+    rank: int = 0,
+    ranks: int = 1,
+    seed: int = 0,
+) -> Progress:
+    """Puts a run back to where it was when `folder` was saved, in place: addresses stay.
+
+    Args:
+        folder: a verified checkpoint.
+        model, step: built as they were for that run.
+        weights: of the model that `folder` holds.
+        rank, ranks: which one this is, of how many. Where there were as many, each gets its random state back; else the
+            first gets its own.
+        seed: of the random numbers of a rank that has no random state from before.
+    """
+    state = load_training_state(folder)
+    rates = [group["lr"] for group in step.optimizer.param_groups]
+    # Into the model built as before: buffers that are in no file, such as rotary frequencies, stay as they were then.
+    here = model.state_dict(keep_vars=True)
+    model.load_state_dict({name: spread(value, here[name]) for name, value in weights.items()})
+    put_state(step, state["trained"] or load_shards(folder / SHARDS, step))
+    for group, rate in zip(step.optimizer.param_groups, rates, strict=True):
+        rate.copy_(torch.as_tensor(state["learning_rate"]))
+        group["lr"] = rate
+    step.load_state_dict(state["step"])
+    if rank == 0 or len(state["random"]) == ranks:
+        set_random_state(state["random"][rank], step.device)
+    else:
+        torch.manual_seed(seed)
+    evaluated = [(done, loss) for done, loss in state["eval_losses"]]
+    return Progress(state["steps_done"], losses=state["losses"].tolist(), eval_losses=evaluated)

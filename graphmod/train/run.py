@@ -23,7 +23,7 @@ from graphmod.errors import ConfigError, GraphmodError
 from graphmod.step.entry import GraphStats
 from graphmod.text import ByteCodec, TokenizerCodec
 from graphmod.train.batches import Batches, Data, Place, load_data, make_batches, prefetched
-from graphmod.train.checkpoint import Progress, check_room, random_state, restore, save_checkpoint, saved_weights
+from graphmod.train.checkpoint import Progress, check_room, save_checkpoint, saved_weights
 from graphmod.train.device import device_name, isolated, pick_device
 from graphmod.train.display import Display, Journal, beside_bar, events_fail_once, log, opening
 from graphmod.train.fitting import fitted, has_layers, own_parts
@@ -42,7 +42,9 @@ from graphmod.train.resume import (
     extension,
     finished_result,
     other_ranks,
+    random_state,
     require_same,
+    restore,
 )
 from graphmod.train.settings import LOCAL, NonFinite, Precision, RunConfig, Scope, plain_config
 from graphmod.train.step import TrainStep, microbatches, on_device, shapes, warmup_steps
