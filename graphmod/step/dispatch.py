@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -10,15 +12,17 @@ import torch
 from torch import Tensor
 
 from graphmod.config import Verify
-from graphmod.errors import CaptureRefused
+from graphmod.errors import CaptureRefused, Diverged
 from graphmod.guards.hooks import on_accumulator
 from graphmod.ranks.agreement import Agreement, Choice, LateRanks, communicated, free_before_destruction, several_ranks
+from graphmod.ranks.fully_shard import captured
 from graphmod.reads.backwards import end_left, watches
 from graphmod.signature.call import Call, Flat
 from graphmod.signature.flattening import unrepeatable
 from graphmod.signature.modes import FOREIGN, difference
 from graphmod.signature.signature import Signature, argument_paths, tensor_key
-from graphmod.step.capture import CANNOT_MOVE, CAPTURE_ANOTHER, IN_USE, UNFINISHED, affordable, capture, choose_tape
+from graphmod.step.admission import CANNOT_MOVE, CAPTURE_ANOTHER, IN_USE, UNFINISHED, affordable, choose_tape
+from graphmod.step.arena import Tape
 from graphmod.step.context import Context
 from graphmod.step.eager_parts import CutShort, RecordedParts
 from graphmod.step.entry import Entry
@@ -147,16 +151,7 @@ def _run(context: Context, call: Call) -> Any:
         return eager(context, call, entry, recording)
     if not agrees(context, entry, Choice.capture):
         return eager(context, call, entry)
-    try:
-        captured = capture(context, entry, call, recording, tape)
-    except CutShort as one:
-        cut = one
-    else:
-        return eager(context, call) if captured is None else context.results(captured[0], leaves, captured[1])
-    try:
-        return cut.end(call)
-    finally:
-        del cut  # whose error leads here
+    return capture(context, entry, call, recording, tape)()
 
 
 def eager(context: Context, call: Call, entry: Entry | None = None, recording: Recording | None = None) -> Any:
@@ -292,6 +287,69 @@ def launch(context: Context, graph: StepGraph, leaves: list[Tensor], careful: bo
         context.entries.expect(entry)
     entry.replayed(succeeded=graph.backward is not None or not graph.results.with_grad)
     return state, None
+
+
+# -- capture: the recorded call once more, into a graph (rule R2) ------------------------------------------------------
+
+
+def capture(context: Context, entry: Entry, call: Call, recording: Recording, tape: Tape) -> Callable[[], Any]:
+    """Captures a call and launches it.
+
+    Args:
+        recording: of an eager call in the present state.
+
+    Returns:
+        What ends the call once nothing holds on to the attempt any more: it hands out the results, or makes the call
+        eagerly where the capture failed, which has been counted and logged.
+    """
+    began = time.perf_counter()
+    arena, backend = tape.arena, context.group.backend
+    if recording.captured and not any(graph.tape is tape for graph in entry.graphs):
+        context.spend(entry)
+    recording.captured = True
+    try:
+        not_averaged = context.around.take_over() if torch.is_grad_enabled() else None
+        if not_averaged is not None:
+            raise CaptureRefused(not_averaged)
+        if not arena.in_flight:
+            backend.prepare_capture()
+            if arena.begin(tape) is not None:
+                raise CaptureRefused(CANNOT_MOVE)
+        made = (entry, tape, recording)
+        graph = context.new_graph(*made) if recording.differentiable else StepGraph(context, *made)
+        state = backend.random_state(), recording.host_draws.states()
+        communicates = captured() if recording.communicates else contextlib.nullcontext()
+        with context.own_casts(entry), communicates:
+            graph.capture(call)
+        graph.launch_first()
+    except LateRanks:
+        raise
+    except CutShort as cut:
+        if isinstance(cut.reason, Diverged):
+            entry.forget(recording)
+        if cut.reason is not None:
+            context.failed(entry, cut.reason, "what follows an eager part")
+        context.ran_eagerly()
+        return functools.partial(cut.end, call)
+    except Exception as error:  # whatever user code or CUDA raised: the eager call decides what the user sees
+        let_through(error)
+        if context.agreement is not None:
+            context.agreement.captured(False)
+        if isinstance(error, Diverged):
+            entry.cast_apart(once=False)
+            entry.forget(recording)  # another eager call is recorded, and never what was refused is the measure
+        context.failed(entry, error, "its forward")
+        return functools.partial(eager, context, call)
+    if context.last_failure == entry.eager_for:
+        context.last_failure = ""
+    context.served = graph
+    entry.captured(graph)
+    if entry.needs_grad:
+        arena.awaiting.add(graph)
+    context.counters.captures += 1
+    context.counters.replays += 1
+    context.counters.capture_seconds += time.perf_counter() - began
+    return functools.partial(context.results, graph, call.leaves, state)
 
 
 # -- warm-up (rule R1) -------------------------------------------------------------------------------------------------

@@ -1,26 +1,14 @@
-"""Where a call that fits no graph may be captured, and its capture."""
+"""Whether a call that fits no graph may be recorded or captured now, and where its graph may lie; else, why not."""
 
 from __future__ import annotations
 
-import contextlib
-import time
-from typing import Any
-
-import torch
-
-from graphmod.errors import CaptureRefused, Diverged
-from graphmod.ranks.agreement import LateRanks
-from graphmod.ranks.fully_shard import captured
-from graphmod.signature.call import Call
 from graphmod.step.arena import Tape
 from graphmod.step.context import Context
-from graphmod.step.eager_parts import CutShort
 from graphmod.step.entry import Entry
-from graphmod.step.graph import ALIGNED_OTHERWISE, StepGraph
+from graphmod.step.graph import ALIGNED_OTHERWISE
 from graphmod.step.group import MOST_ARENAS
 from graphmod.step.recording import Recording
 from graphmod.torch_private import current_node
-from graphmod.trace.undo import let_through
 
 CAPTURE_ANOTHER = "its graphs expect other gradients (None, or to be added to) than the coming backward will find"
 UNFINISHED = "no backward followed when it was captured"
@@ -131,67 +119,3 @@ def _make_space(context: Context, entry: Entry) -> bool:
         f"{_REMEDIES[TAKE_TURNS]}"
     )
     return False
-
-
-def capture(
-    context: Context, entry: Entry, call: Call, recording: Recording, tape: Tape
-) -> tuple[StepGraph, Any] | None:
-    """Captures a call and launches it.
-
-    Args:
-        recording: of an eager call in the present state.
-
-    Returns:
-        The graph and the random state before it; None where that failed, which has been counted and logged.
-
-    Raises:
-        CutShort: it failed after an eager part, and the call was made for all that.
-    """
-    began = time.perf_counter()
-    arena, backend = tape.arena, context.group.backend
-    if recording.captured and not any(graph.tape is tape for graph in entry.graphs):
-        context.spend(entry)
-    recording.captured = True
-    try:
-        not_averaged = context.around.take_over() if torch.is_grad_enabled() else None
-        if not_averaged is not None:
-            raise CaptureRefused(not_averaged)
-        if not arena.in_flight:
-            backend.prepare_capture()
-            if arena.begin(tape) is not None:
-                raise CaptureRefused(CANNOT_MOVE)
-        made = (entry, tape, recording)
-        graph = context.new_graph(*made) if recording.differentiable else StepGraph(context, *made)
-        states = backend.random_state(), recording.host_draws.states()
-        communicates = captured() if recording.communicates else contextlib.nullcontext()
-        with context.own_casts(entry), communicates:
-            graph.capture(call)
-        graph.launch_first()
-    except LateRanks:
-        raise
-    except CutShort as cut:
-        if isinstance(cut.reason, Diverged):
-            entry.forget(recording)
-        if cut.reason is not None:
-            context.failed(entry, cut.reason, "what follows an eager part")
-        context.ran_eagerly()
-        raise
-    except Exception as error:  # whatever user code or CUDA raised: the eager call decides what the user sees
-        let_through(error)
-        if context.agreement is not None:
-            context.agreement.captured(False)
-        if isinstance(error, Diverged):
-            entry.cast_apart(once=False)
-            entry.forget(recording)  # another eager call is recorded, and never what was refused is the measure
-        context.failed(entry, error, "its forward")
-        return None
-    if context.last_failure == entry.eager_for:
-        context.last_failure = ""
-    context.served = graph
-    entry.captured(graph)
-    if entry.needs_grad:
-        arena.awaiting.add(graph)
-    context.counters.captures += 1
-    context.counters.replays += 1
-    context.counters.capture_seconds += time.perf_counter() - began
-    return graph, states
