@@ -317,10 +317,9 @@ def capture(context: Context, entry: Entry, call: Call, recording: Recording, ta
                 raise CaptureRefused(CANNOT_MOVE)
         made = (entry, tape, recording)
         graph = context.new_graph(*made) if recording.differentiable else StepGraph(context, *made)
-        state = backend.random_state(), recording.host_draws.states()
         communicates = captured() if recording.communicates else contextlib.nullcontext()
         with context.own_casts(entry), communicates:
-            graph.capture(call)
+            state = graph.capture(call)
         graph.launch_first()
     except LateRanks:
         raise

@@ -31,7 +31,7 @@ from graphmod.step.recording import Recording
 from graphmod.step.results import Results, resolved
 from graphmod.step.static_inputs import StaticInput, static_inputs, unlike_eager
 from graphmod.torch_private import next_sequence_number, top_saved_tensors_hooks
-from graphmod.trace.generators import put_back
+from graphmod.trace.generators import put_back, state_of
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Follower
 from graphmod.trace.undo import Undo, is_interrupt, let_through, undoing
@@ -78,8 +78,11 @@ class StepGraph:
 
     # -- capture -------------------------------------------------------------------------------------------------
 
-    def capture(self, call: Call) -> None:
+    def capture(self, call: Call) -> tuple[Any, list]:
         """Captures a call; the first `replay` of the captured graph is still to come.
+
+        Returns:
+            Where the generators were before it; for `set_random_state`.
 
         Raises:
             CaptureRefused: with a reason for the user.
@@ -91,10 +94,10 @@ class StepGraph:
         given = [static.tensor for static in self.inputs]
         inside = Call(call.function, *rebuild(entry.signature.structure, given))
         passed = Given(inside)
-        guards = recording.guards
+        guards, generators = recording.guards, recording.generators
         owned = guards.parameters()
-        grads_then = [parameter.grad for parameter in owned]
-        grads = list(map(memory_of, grads_then))
+        before = _Before(self, owned)
+        grads = list(map(memory_of, before.grads))
         saving, inside.oldest = self._saving(inside), next_sequence_number()
 
         parts = self.parts = EagerParts(self, call, given, owned) if recording.parts else None
@@ -114,9 +117,8 @@ class StepGraph:
             self.results = Results(self, result, given, recorder, held)
             self._find_parameters(inside, identities, recorder)
 
-        enabled = torch.is_grad_enabled()
-
         def capture(undo: Undo) -> Any:
+            enabled = torch.is_grad_enabled()
             undo.then(lambda error: is_interrupt(error) and torch.set_grad_enabled(enabled))
             memory, ends = as_memory(owned), own_ends(self, identities)
             undo.enter(memory)
@@ -130,10 +132,7 @@ class StepGraph:
             split = not generators and not entry.account.failures
             return group.backend.capture(run, pool, given, generators, check, split=split, script=script, parts=parts)
 
-        python_random, numpy_random, generators = random.getstate(), numpy.random.get_state(), recording.generators
-        states = [(generator, generator.get_state()) for generator in generators]
-        states += recording.host_draws.states()
-        random_state, captured = group.backend.random_state(), None
+        captured = None
         try:
             captured, _ = undoing(capture)
             changed = guards.moved() or guards.changed(gradients=False)
@@ -149,21 +148,14 @@ class StepGraph:
                 parts.cut_short(captured, error)
             if captured is not None:
                 captured.discard()
-            group.backend.set_random_state(random_state)
-            put_back(states)
-            guards.restore()
-            random.setstate(python_random)
-            numpy.random.set_state(numpy_random)
-            for parameter, grad in zip(owned, grads_then, strict=True):
-                if parameter.grad is not grad:
-                    parameter.grad = grad
+            before.put_back()
             raise
         self.graph = captured
+        since = before.grads
         if parts is not None:
             parts.finish(captured)
-            ends = zip(owned, parts.since, strict=True)
-            grads_then = [p.grad if memory_of(p.grad) is since else since for p, since in ends]
-        left = [(p, p.grad) for p, before in zip(owned, grads_then, strict=True) if p.grad is not before]
+            since = [p.grad if memory_of(p.grad) is one else one for p, one in zip(owned, parts.since, strict=True)]
+        left = [(p, p.grad) for p, grad in zip(owned, since, strict=True) if p.grad is not grad]
         self._grads_after = [(p, lend(p, grad, seen.made, entry) if grad is not None else None) for p, grad in left]
         self._written = [t for t in seen.written.values() if not t.is_inference()]
         self._changed = seen.written.keys() | seen.inputs_written  # no argument that is copied may lie there
@@ -190,6 +182,7 @@ class StepGraph:
             group.static[output.tensor.data_ptr()] = output.tensor
         if not self.results.with_grad:
             self.forget_autograd()
+        return before.random_state
 
     def _saving(self, inside: Call) -> AbstractContextManager:
         """In what the capture runs. It keeps hooks for saved tensors from around the call (an outer checkpoint) out of
@@ -349,6 +342,28 @@ class StepGraph:
             torch.autograd.graph.increment_version(self._written)
         for index in self._arguments_written:
             torch.autograd.graph.increment_version(self.inputs[index].tensor if leaves is None else leaves[index])
+
+
+class _Before:
+    """What a capture finds, and puts back where it fails (rule R7): generators, gradients, and what the recorded call
+    has read. `random_state` is what `StepGraph.set_random_state` takes."""
+
+    def __init__(self, graph: StepGraph, parameters: list[Tensor]) -> None:
+        recording, self._backend = graph.recording, graph.context.group.backend
+        self._guards, self._parameters = recording.guards, parameters
+        self.grads = [parameter.grad for parameter in parameters]
+        self.random_state = self._backend.random_state(), recording.host_draws.states()
+        generators: list[Any] = [*recording.generators, random._inst, numpy.random.mtrand._rand]
+        self._generators = [(generator, state_of(generator)) for generator in generators]
+
+    def put_back(self) -> None:
+        device, host = self.random_state
+        self._backend.set_random_state(device)
+        put_back([*self._generators, *host])
+        self._guards.restore()
+        for parameter, grad in zip(self._parameters, self.grads, strict=True):
+            if parameter.grad is not grad:
+                parameter.grad = grad
 
 
 class own_ends:
