@@ -2,9 +2,11 @@
 
 import gc
 import io
+import random
 import threading
 from queue import SimpleQueue
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -266,6 +268,33 @@ def test_a_failed_capture_leaves_no_generator_advanced(device):
 
     _, history = play(build, step, device)
     assert history[-1][3] == 1 and history[-1][0] - history[-2][0] == 2
+
+
+def test_a_failed_capture_leaves_no_generator_of_the_host_advanced(device):
+    """Also where the recorded call has drawn from none."""
+
+    class DrawingTrap(Trap):
+        def __call__(self, x):
+            try:
+                super().__call__(x)
+            except RuntimeError:
+                draws.append((random.random(), numpy.random.rand()))
+                raise
+
+    draws = []
+
+    def build(device):
+        model = Layer().to(device)
+        model.forward_trap = DrawingTrap()
+        return model
+
+    def step(side, i):
+        before = random.getstate(), str(numpy.random.get_state())
+        armed(lambda side: side.model.forward_trap, "a host read", {CAPTURES_AT})(side, i)
+        side.note(same=(random.getstate(), str(numpy.random.get_state())) == before)
+
+    _, history = play(build, step, device)
+    assert history[-1][3] == len(draws) == 1
 
 
 def test_reset_may_be_called_often_and_starts_over(device):
