@@ -1,4 +1,6 @@
-"""Ctrl-C where it breaks nothing. Standard library only."""
+"""Ctrl-C where it breaks nothing: it waits. What a call undoes that it has interrupted is in `trace.undo`. Standard
+library only.
+"""
 
 from __future__ import annotations
 
