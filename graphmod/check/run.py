@@ -41,10 +41,10 @@ from graphmod.ranks.data_parallel import Borrowed
 from graphmod.signature.call import Call
 from graphmod.signature.flattening import unrepeatable
 from graphmod.signature.modes import FOREIGN, difference, key_reader
-from graphmod.step.context import Surroundings
 from graphmod.step.eager_parts import Methods, RecordedParts
 from graphmod.step.recording import record_reads
 from graphmod.step.results import not_returned, not_to_be_made_again, outline
+from graphmod.step.surroundings import Surroundings
 from graphmod.torch_private import current_node
 from graphmod.trace.garbage import no_garbage_collection
 from graphmod.trace.lines import is_users
