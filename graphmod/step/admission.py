@@ -1,4 +1,6 @@
-"""Whether a call that fits no graph may be recorded or captured now, and where its graph may lie; else, why not."""
+"""Whether a call that fits no graph may be recorded or captured now: patience, `max_graphs`, and a place for its graph;
+else, why not.
+"""
 
 from __future__ import annotations
 
