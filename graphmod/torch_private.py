@@ -111,7 +111,7 @@ try:
     PUSH_MODE = _modes, _modes._push_mode.__name__
 
     # tensors, their memory, and operators
-    TensorBase, StorageBase = _C.TensorBase, _C.StorageBase
+    TensorBase = _C.TensorBase
     storage_uses = _C._storage_Use_Count
     """How often a storage is used, by its `_cdata`."""
     to_dlpack, from_dlpack = _C._to_dlpack, _C._from_dlpack
