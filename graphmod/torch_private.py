@@ -236,6 +236,10 @@ OPTIONAL: dict[str, str] = {
     "_unsharded_inner_tensors": "of tensors that consist of others alone",
     "_unsharded_param": "it was never whole",
     "_init_group": "an optimizer's parameters are followed one by one",
+    "_to_scalar": "optimizers do without",
+    "_get_scalar_dtype": "optimizers do without",
+    "_device_dtype_check_for_fused": "optimizers do without",
+    "_need_device_dtype_check_for_fused": "optimizers do without",
     "_in_backward_optimizers": "no optimizer steps in the backward",
     "_optimizer_step_pre_hooks": "there are none",
     "_optimizer_step_post_hooks": "there are none",
@@ -243,6 +247,12 @@ OPTIONAL: dict[str, str] = {
     "_global_optimizer_post_hooks": "there are none",
     "_step_supports_amp_scaling": "the optimizer does not look at a loss scale",
     "_wrapped_by_lr_sched": "no scheduler drives the optimizer",
+    "_opt_called": "schedulers do without",
+    "_scale": "advice does not tell a GradScaler that was never used",
+    "_growth_tracker": "advice does not tell a GradScaler that was never used",
+    "_per_optimizer_states": "advice names no GradScaler for what it keeps of an optimizer",
+    "_engine_run_backward": "operations of a backward are told of at the line that calls it",
+    "_is_checkpoint_valid": "no code asks how its backward was started",
     "_forward_cls": "the node is not of a function in Python",
     "_concrete_type": "the module is no script",
     "_orig_mod": "the module is not compiled",
@@ -250,7 +260,7 @@ OPTIONAL: dict[str, str] = {
     "_enable_pdl_codegen": "kernels are not launched early",
     "_lines": "kernels are not launched early",
 }
-"""Attributes that not every release or object has, and what it means where one is missing."""
+"""Attributes and functions that not every release or object has, and what it means where one is missing."""
 
 
 def lacking(kind: str, value: Any) -> str | None:

@@ -64,7 +64,9 @@ def own_names():
 def names_of_torch():
     """The private names of what most code reaches."""
     known = {*dir(torch._C), *dir(torch.Tensor), *dir(nn.Module()), *dir(torch.utils._python_dispatch)}
-    return {*filter(is_private, known)}
+    optimizers = sys.modules[torch.optim.Optimizer.__module__]
+    known.update(*map(dir, (torch.autograd, torch.autograd.graph, optimizers, torch.amp.GradScaler("cpu"))))
+    return {*filter(is_private, known)} - {*dir(torch.types)}  # `_size` and the like, which its modules import
 
 
 def is_known(name):
