@@ -367,52 +367,56 @@ def warm_up(context: Context, entry: Entry, call: Call) -> Any:
     else:
         methods = context.methods
         recording = alone(context, entry, lambda: record(call, context.group.gpu, context.root, methods=methods))
-        outputs = call.result.differentiable
-        if recording.settles:
-            # Under the recorder functions of PyTorch are others, which compiled code may stand on. It may be compiled
-            # once more, in a call like any other, and the one after that is recorded.
-            context.spend(entry, 2)
-            entry.warm_up_again(1, f"it {COMPILES.effect}, in each call")
-            return context.eager_result(entry, call)
-        if recording.refused is not None and torch.is_grad_enabled():  # which may be a consequence
-            recording.refused = context.around.take_over() or recording.refused
-        of_backward = context.refuses(call, recording)
-        recording.refused = recording.refused or of_backward
-        if not (recording.refused or recording.communicates) and context.group.whole.take(recording.guards.tensors):
-            # The next call is recorded, at the addresses that stay.
-            return context.eager_result(entry, call)
-        if recording.parts and context.agreement is not None:
-            recording.refused = recording.refused or PARTS_OF_RANKS
-        modes = difference(entry.signature.modes, context.group.modes())
-        if modes and recording.refused is None:
-            recording.refused = f"changes a mode of PyTorch ({modes[0]}), which no replay does; do it around the call"
-        if outputs or recording.backward:
-            trained = [one for one in (*recording.guards.parameters(), *context.around.parameters) if one.requires_grad]
-            with torch.enable_grad():
-                recording.refused = recording.refused or (ON_ACCUMULATOR if any(map(on_accumulator, trained)) else None)
-        entry.add(recording)
-        if dispatch.current() is None:  # else it is part of a larger recording
-            context.learn_uses(entry, call, recording)
-        context.learn(recording.guards)
-        if recording.refused is not None:
-            # Before any attempt, so that the user's Python never runs twice for one call. The next one is recorded.
-            if context.group.settle(context.config.backend, context.around.device([]), misguessed=True):
-                entry.recordings.clear()
-            elif recording.judged_again:
-                context.last_failure = recording.refused
-            else:
-                context.failed(entry, CaptureRefused(methods.refused or recording.refused), "its forward")
-        else:
-            entry.warm_up_again(context.config.warmup_steps - 1)
-            context.spend(entry)
-            if methods.found:
-                context.last_failure = ""
-                context.log_once(
-                    f"{context.name!r} calls {', '.join(methods.found)} between its graphs at each replay, because "
-                    f"these cannot repeat it: {methods.why}",
-                    key="parts",
-                )
+        _judge(context, entry, call, recording)
     return context.eager_result(entry, call)
+
+
+def _judge(context: Context, entry: Entry, call: Call, recording: Recording) -> None:
+    """Decides what a recorded call is good for: to be captured or refused, or for nothing, and another is recorded."""
+    methods = context.methods
+    if recording.settles:
+        # Under the recorder functions of PyTorch are others, which compiled code may stand on. It may be compiled
+        # once more, in a call like any other, and the one after that is recorded.
+        context.spend(entry, 2)
+        entry.warm_up_again(1, f"it {COMPILES.effect}, in each call")
+        return
+    if recording.refused is not None and torch.is_grad_enabled():  # which may be a consequence
+        recording.refused = context.around.take_over() or recording.refused
+    of_backward = context.refuses(call, recording)
+    recording.refused = recording.refused or of_backward
+    if not (recording.refused or recording.communicates) and context.group.whole.take(recording.guards.tensors):
+        return  # the next call is recorded, at the addresses that stay
+    if recording.parts and context.agreement is not None:
+        recording.refused = recording.refused or PARTS_OF_RANKS
+    modes = difference(entry.signature.modes, context.group.modes())
+    if modes and recording.refused is None:
+        recording.refused = f"changes a mode of PyTorch ({modes[0]}), which no replay does; do it around the call"
+    if call.result.differentiable or recording.backward:
+        trained = [one for one in (*recording.guards.parameters(), *context.around.parameters) if one.requires_grad]
+        with torch.enable_grad():
+            recording.refused = recording.refused or (ON_ACCUMULATOR if any(map(on_accumulator, trained)) else None)
+    entry.add(recording)
+    if dispatch.current() is None:  # else it is part of a larger recording
+        context.learn_uses(entry, call, recording)
+    context.learn(recording.guards)
+    if recording.refused is not None:
+        # Before any attempt, so that the user's Python never runs twice for one call. The next one is recorded.
+        if context.group.settle(context.config.backend, context.around.device([]), misguessed=True):
+            entry.recordings.clear()
+        elif recording.judged_again:
+            context.last_failure = recording.refused
+        else:
+            context.failed(entry, CaptureRefused(methods.refused or recording.refused), "its forward")
+    else:
+        entry.warm_up_again(context.config.warmup_steps - 1)
+        context.spend(entry)
+        if methods.found:
+            context.last_failure = ""
+            context.log_once(
+                f"{context.name!r} calls {', '.join(methods.found)} between its graphs at each replay, because "
+                f"these cannot repeat it: {methods.why}",
+                key="parts",
+            )
 
 
 def _say_difference(context: Context, entry: Entry) -> None:
