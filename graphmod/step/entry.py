@@ -179,6 +179,7 @@ class Entry:
     adds_apart: bool = False
     out_of_date: bool = False
     copies_out: bool = False
+    _present: Any = None  # the recording of the last call's state
 
     def __post_init__(self) -> None:
         casts = self.signature.modes[AUTOCAST]
@@ -201,12 +202,13 @@ class Entry:
 
     def recording_of_now(self) -> Any:
         """The recording of a call in the present state; None where there is none."""
-        self.difference, self.other_branch = "", False
+        self.difference, self.other_branch, self._present = "", False, None
         for recording in self.recordings:
             reason = recording.guards.moved() or recording.guards.changed()
             if reason is None:
                 reason = recording.host_draws.choose_otherwise()
                 if reason is None:
+                    self._present = recording
                     return recording
                 self.other_branch = self.other_branch or recording.refused is None
                 self.difference = reason if self.other_branch else self.difference
@@ -231,7 +233,7 @@ class Entry:
         self.cause = cause_of(self.difference)
         for known in list(self.recordings):
             changed = known.guards.moved() or known.guards.changed()
-            if changed is None or known.guards.exchanged:
+            if known is self._present or (changed is not None and known.guards.exchanged):
                 self.forget(known)
         for _ in self.recordings[_MOST_RECORDINGS - 1 :]:
             self.forget(min(reversed(self.recordings), key=self._served))

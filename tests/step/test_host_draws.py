@@ -596,3 +596,18 @@ def test_draws_on_the_host_of_a_gpu(drop):
     (eager, _), (graphed, wrapper) = run(False), run(True)
     assert graphed == eager
     assert wrapper.stats.replays > 4
+
+
+def test_each_of_two_branches_keeps_its_graph(device):
+    """The recording of one does not replace that of the other."""
+    linear = nn.Linear(4, 4).to(device)
+    wrapper = CUDAGraphModule(lambda x: (linear(x) if random.random() < 0.5 else x).detach(), config())
+    x = torch.ones(2, 4, device=device)
+    random.seed(1)
+    for _ in range(40):
+        wrapper(x)
+    eager = wrapper.stats.eager_calls
+    for _ in range(40):
+        wrapper(x)
+    assert wrapper.stats.eager_calls == eager
+    assert wrapper.stats.captures == 2
