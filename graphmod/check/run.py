@@ -133,7 +133,7 @@ class Part:
             self._add("the call", f"{modes[FOREIGN]}, and code under that is never captured", _KEEP_OUT)
         methods = self._methods
         recorder, notes, given = record_reads(
-            call, gpu, self.root, before_collective=self._before_collective, methods=methods
+            call, gpu, self.root, before_collective=self._before_collective, methods=methods, follows=True
         )
         result = call.result
         changed = given.changed()

@@ -98,7 +98,7 @@ def _run(context: Context, call: Call) -> Any:
     if entry.needs_grad and not group.busy:
         group.begin_pass()
     if (entry.verified_in != group.verification.round or not entry.replays % LOOKS) and entry.graphs:
-        recording = due(context, entry)
+        recording = due(context, entry, leaves)
         if recording is not None:
             return verify(context, entry, call, recording)
     reason = ""
@@ -137,7 +137,7 @@ def _run(context: Context, call: Call) -> Any:
         context.keep_eager(entry, unwatched)
         context.log_once(f"{context.name!r} stays eager: it {unwatched}")
         return eager(context, call, entry)
-    recording = entry.recording_of_now()
+    recording = entry.recording_of_now(call.leaves)
     if recording is None and entry.other_branch and not entry.records_branch():
         return eager(context, call, entry)
     if recording is None or recording.refused is not None:
@@ -365,8 +365,8 @@ def warm_up(context: Context, entry: Entry, call: Call) -> Any:
     if not entry.begin_warm_up(forward=current_node() is None):
         call.result = Flat(alone(context, entry, call))
     else:
-        methods = context.methods
-        recording = alone(context, entry, lambda: record(call, context.group.gpu, context.root, methods=methods))
+        how = {"methods": context.methods, "follows": entry.follows}
+        recording = alone(context, entry, lambda: record(call, context.group.gpu, context.root, **how))
         _judge(context, entry, call, recording)
     return context.eager_result(entry, call)
 
@@ -442,7 +442,7 @@ def _say_difference(context: Context, entry: Entry) -> None:
 # -- verified calls: eager although a graph would serve them, and compared with what was captured ----------------------
 
 
-def due(context: Context, entry: Entry) -> Recording | None:
+def due(context: Context, entry: Entry, leaves: list[Tensor]) -> Recording | None:
     """The recording that a call of this signature is to be compared with; None where it is not to be verified now."""
     how, group = context.config.verify, context.group
     rounds = group.verification
@@ -460,7 +460,7 @@ def due(context: Context, entry: Entry) -> Recording | None:
     elif how is Verify.off:
         entry.begin_round(rounds.round)
         return None
-    recording = entry.recording_of_now()
+    recording = entry.recording_of_now(leaves)
     return recording if any(graph.recording is recording for graph in entry.graphs) else None
 
 

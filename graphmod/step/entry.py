@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from torch import Tensor
+
 from graphmod.signature.flattening import Opaque, opaque_parts
 from graphmod.signature.modes import AUTOCAST, GRAD
 from graphmod.signature.signature import Matcher, Signature, difference, remedy
@@ -30,6 +32,8 @@ class GraphStats:
         pool_bytes: memory reserved by the graphs' pools.
         copied_bytes: bytes copied into static inputs so far.
         verified: calls that ran eagerly and were compared with what was captured.
+        host_read_seconds: host time spent on values that calls read on the host, to compare them before replays, the
+            wait for the GPU included.
         eager_parts: calls that were made between the graphs of one capture, see `eager`.
     """
 
@@ -42,6 +46,7 @@ class GraphStats:
     pool_bytes: int = 0
     copied_bytes: int = 0
     verified: int = 0
+    host_read_seconds: float = 0.0
     eager_parts: int = 0
 
     def __add__(self, other: GraphStats) -> GraphStats:
@@ -128,8 +133,9 @@ class Entry:
         recordings: of calls in different states, the newest first.
         difference: between the last recording and the state after it, in words; cause: what it said beside values
             before the last recording; eager_for: the one for which a call was eager last.
-        other_branch: the present state was recorded, and only chance chooses another branch; other_branches counts how
-            often that was so.
+        follows: recorded calls find out how what they read on the host comes about.
+        other_branch: the present state was recorded, and only chance, or what is read on the host, chooses another
+            branch; other_branches counts how often that was so.
         needs_grad: its results have a backward.
         called_forward: outside of any backward.
         turned_down: calls while it was disabled; retry_at: how many of them until another is tried.
@@ -158,6 +164,7 @@ class Entry:
     difference: str = ""
     cause: str = ""
     eager_for: str = ""
+    follows: bool = False
     other_branch: bool = False
     other_branches: int = 0
     needs_grad: bool = False
@@ -200,13 +207,13 @@ class Entry:
         """Has a call recorded after some ordinary ones; `why` none was good for a graph so far."""
         self.ordinary, self.lost = calls, why or self.lost
 
-    def recording_of_now(self) -> Any:
-        """The recording of a call in the present state; None where there is none."""
+    def recording_of_now(self, leaves: list[Tensor]) -> Any:
+        """The recording of a call with these tensor arguments in the present state; None where there is none."""
         self.difference, self.other_branch, self._present = "", False, None
         for recording in self.recordings:
             reason = recording.guards.moved() or recording.guards.changed()
             if reason is None:
-                reason = recording.host_draws.choose_otherwise()
+                reason = recording.host_draws.choose_otherwise(leaves)
                 if reason is None:
                     self._present = recording
                     return recording
@@ -238,6 +245,7 @@ class Entry:
         for _ in self.recordings[_MOST_RECORDINGS - 1 :]:
             self.forget(min(reversed(self.recordings), key=self._served))
         self.recordings.insert(0, recording)
+        self.follows = self.follows or recording.follow
 
     def _served(self, recording: Any) -> int:
         """How often the graphs of a recording were launched, if it is one of those that chance chooses between."""

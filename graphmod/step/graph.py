@@ -223,7 +223,12 @@ class StepGraph:
             unfit = self.guards.changed()
         else:
             unfit = "a tensor it reads has moved to another address" if self.guards.gone() else None
-        return unfit or self.recording.host_draws.choose_otherwise()
+        if unfit is None:
+            draws = self.recording.host_draws
+            unfit = draws.choose_otherwise(leaves)
+            if draws.given:
+                self.context.counters.host_read_seconds += draws.given.seconds
+        return unfit
 
     def random_state(self) -> tuple[Any, list]:
         """Where the generators are that it and its code draw from; for `set_random_state`."""

@@ -70,7 +70,8 @@ class Recording:
         its_backward: what is known of backwards of its result; None where nobody asks for them.
         captured: whether a capture of it was tried, which costs no attempt besides its own.
         parts: its eager parts.
-        judged_again: whether another call is to be recorded, of which parts may be eager.
+        judged_again: whether another call is to be recorded, which may show how it can be captured after all.
+        follow: whether that is to find out how what is read on the host comes about.
     """
 
     script: Script
@@ -89,26 +90,32 @@ class Recording:
     its_backward: Any = None
     captured: bool = False
     judged_again: bool = False
+    follow: bool = False
 
     def __post_init__(self) -> None:
         self.differentiable = any(requires_grad for _, _, requires_grad, *_ in self.returned[1])
 
 
-def record(call: Call, gpu: int | None, *roots: Any, methods: Methods | None = None) -> Recording:
+def record(
+    call: Call, gpu: int | None, *roots: Any, methods: Methods | None = None, follows: bool = False
+) -> Recording:
     """Makes a call and watches it; returns what was seen.
 
     Args:
         gpu: index of the GPU that it works on; None on the CPU.
         roots: what it works on besides its arguments.
         methods: those that are eager parts, or may become some.
+        follows: see `Recorder`.
     """
     began, compiled = time.perf_counter(), frames_compiled()
-    recorder, notes, given = record_reads(call, gpu, *roots, methods=methods)
+    recorder, notes, given = record_reads(call, gpu, *roots, methods=methods, follows=follows)
     returned = outline(call.result)
     refused = str(recorder.hazards[0]) if recorder.hazards else None
     refused = refused or (BACKWARD_OUTSIDE if recorder.unfinished else None)
     refused = refused or given.changed() or given.returned(call.result) or not_to_be_made_again(returned[0])
     refused = refused or what_changed(notes)
+    if recorder.mask_saved is not None and call.result.differentiable:
+        refused = refused or str(recorder.mask_saved)  # a backward outside indexes with it once more
     parts = recorder.parts
     assert isinstance(parts, RecordedParts)
     refused = refused or parts.finish(recorder, bool(call.result.differentiable))
@@ -131,6 +138,8 @@ def record(call: Call, gpu: int | None, *roots: Any, methods: Methods | None = N
     )
     if methods is not None and made.settles:
         methods.give_up()
+    elif made.refused is not None and recorder.reads_on_host:
+        made.follow = made.judged_again = True
     elif methods is not None and made.refused is not None and not made.differentiable:
         made.judged_again = methods.learn(recorder, made.refused)
     return made
@@ -142,6 +151,7 @@ def record_reads(
     *roots: Any,
     before_collective: Callable | None = None,
     methods: Methods | None = None,
+    follows: bool = False,
 ) -> tuple[Recorder, Notes, Given]:
     """Makes a call; returns all that recorded it, what its Python read too, before anything is made of that. See
     `record`, and `Recorder` for `before_collective`."""
@@ -150,7 +160,9 @@ def record_reads(
     notes = noting(call.function, call.args, call.kwargs, *roots, host_draws=draws)
     in_place = methods.in_place(notes)
     parts = RecordedParts(call, notes, draws, in_place)
-    recorder = Recorder(call.leaves, gpu=gpu, before_collective=before_collective, host_draws=draws, parts=parts)
+    recorder = Recorder(
+        call.leaves, gpu=gpu, before_collective=before_collective, host_draws=draws, parts=parts, follows=follows
+    )
     # In this order: notes must not see what the others do.
     entered = record_operations(call, recorder, in_place, given, notes)
     recorder.hazards += draws.finish(call.result.value)

@@ -48,7 +48,7 @@ class Reason(NamedTuple):
         effect: what a graph would do with it.
         remedy: what to do about it.
         kept: for an operation on constants alone, what is kept from the recorded call to stand in for it in a capture:
-            its `result`, or the host tensors among its `arguments`; else empty.
+            its `result`, the host tensors among its `arguments`, or the places where its `masks` are true; else empty.
     """
 
     effect: str
@@ -136,6 +136,7 @@ READ_CHANCE = Reason(
     "pass it as an argument, or use torch.where",
 )
 _TO_HOST = Reason("copies a GPU tensor to the host", "read it after the replay", "result")
+_MASK = Reason("indexes with a boolean mask, whose result has no fixed size", "use torch.where or masked_fill", "masks")
 _LINALG = Reason(
     "checks on the host whether it worked, and a replay checks nothing",
     "use the variant with _ex in its name (torch.linalg.inv_ex, cholesky_ex, solve_ex)",
@@ -301,19 +302,8 @@ class Check:
         if name == _LINALG_CHECK:
             return None if self.read(given) is None else _LINALG
         if name in _INDEXING:
-            if any(map(_is_mask, args[1])):
-                if self._fills(*args):
-                    return None
-                plain = name == "aten::index"
-                return (
-                    None
-                    if plain and not self.on_gpu and self._constant(given)
-                    else Reason(
-                        "indexes with a boolean mask, whose result has no fixed size",
-                        "use torch.where or masked_fill",
-                        "result" if plain else "",
-                    )
-                )
+            if any(map(is_mask, args[1])):
+                return None if self._fills(*args) else _MASK
         elif about.dynamic and kwargs.get("output_size") is None and self._waits(given):
             return Reason(
                 "has a result whose size depends on the data", "pad it, or use nonzero_static or output_size=", "result"
@@ -425,13 +415,20 @@ class Check:
         """The tensors that must be constant for something kept to stand in for an operation; None where nothing can."""
         if not reason.kept:
             return None
-        wanted = [t for t in given if not t.is_cuda] if self.on_gpu and reason.kept == "arguments" else given
+        wanted = needed(reason, given, self.on_gpu)
         return wanted if self._constant(wanted) else None
+
+
+def needed(reason: Reason, given: list[Tensor], on_gpu: bool) -> list[Tensor]:
+    """Those of an operation's tensors whose values it would read on the host."""
+    if reason.kept == "masks":
+        return [tensor for tensor in given if is_mask(tensor)]
+    return [tensor for tensor in given if not tensor.is_cuda] if on_gpu and reason.kept == "arguments" else given
 
 
 def _has_python(tensor: Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is not no_dispatch_of_its_own
 
 
-def _is_mask(index: Any) -> bool:
+def is_mask(index: Any) -> bool:
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from torch import Tensor
 from graphmod.torch_private import BelowAutograd, NoAutocast, OpOverload, set_grad_enabled
 from graphmod.trace.generators import comparable, copy_of, put_back, same_generator, state_of
 from graphmod.trace.hazards import DATA, Hazard, Origins
+from graphmod.trace.host_reads import HostReads
 from graphmod.trace.lines import location
 from graphmod.trace.operations import Facts, address, each_tensor, tensors_in
 from graphmod.trace.undo import Undo, let_through, undoing
@@ -50,6 +51,7 @@ _FEW = 16  # which are looked at sooner than their container's age
 _PLAIN = (int, str, bytes, bool, type(None))
 # What a method may be given: going through it twice runs no code of the user's, and uses nothing up.
 _GIVEN = {*_PLAIN, float, range, list, tuple, torch.nn.ModuleList, torch.nn.Sequential}
+_HOLDS = (list, tuple, set, frozenset, dict)
 _COMPARE = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne
 }  # fmt: skip
@@ -73,6 +75,7 @@ class HostDraws:
         drawn_at: where code first called a method of a generator in Python (by identity).
         at: address -> the memory that stands for what lies there, for operations that are done again.
         followed: whether all that was drawn is known, once `finish` has looked.
+        given: what the call reads that can be computed before it; None where nobody follows that.
     """
 
     def __init__(self, on_gpu: bool) -> None:
@@ -82,14 +85,16 @@ class HostDraws:
         self._as_it_is = True  # whether the number to come is what code gets
         self.drawn_at: dict[int, tuple] = {}
         self.followed = False
+        self.given: HostReads | None = None
         self.reads: set[int] = set()  # the indices of operations by which code read a number
         self._steps: list[tuple[bool, Callable[[], Any]]] = []  # whether it gives a number, and what does it
         self.at: dict[int, Tensor] = {}
         self._contents: list[tuple[Tensor, Tensor]] = []  # memory, and what lies in it to begin with
         self._origins = Origins()
         self._numbers: list[Any] = []
+        self._read: set[int] = set()  # those that are not drawn
         self._compared: list[tuple[Callable, Any, Any, bool]] = []
-        self._locations: list[str] = []  # where code draws or reads the numbers
+        self._differences: list[str] = []  # what it means that one of the numbers is another
         self._last = 0  # how many steps there are up to the last number
         self._before: list[tuple[Any, Any]] = []  # generators, and where they were
         self._after: list[Any] = []  # where a replay leaves them
@@ -178,9 +183,19 @@ class HostDraws:
             return False
         self._steps.append((True, self._view(tensor).item))
         self._hazards.append(hazard)
-        self._locations.append(hazard.lines.location)
+        self._differences.append(f"{OTHERWISE} ({hazard.lines.location})")
         self.reads.add(index)
         return True
+
+    def read_given(self, value: Callable[[], Any], tensor: Tensor, hazard: Hazard) -> None:
+        """Takes in that code is about to read what `value()` gives: a number, in a tensor, or bytes that must be the
+        same again. See `read`."""
+        self._as_it_is, self.expected = self.expected is tensor, None
+        self._steps.append((True, value))
+        self._read.add(len(self._numbers))
+        self._hazards.append(hazard)
+        self._differences.append(f"{_READS_OTHERWISE} ({hazard.lines.location}); {hazard.remedy}")
+        self.got(value())
 
     def draw(self, function: Any, given: list, where: tuple) -> None:
         """Takes in that code at `where` is about to call a method of a generator, of which it was told."""
@@ -202,7 +217,7 @@ class HostDraws:
         self._steps.append((True, partial(_drawn, draw)))
         self._draws.append(partial(function, *given))
         self._as_it_is = True
-        self._locations.append(location(*where))
+        self._differences.append(f"{OTHERWISE} ({location(*where)})")
         self.got(value, function.__name__ in _CHOOSE)
 
     def got(self, value: Any, chosen: bool = False) -> None:
@@ -214,8 +229,9 @@ class HostDraws:
         index, self._last = len(self._numbers), len(self._steps)
         self._numbers.append(value)
         if isinstance(value, float) and not (chosen or value.is_integer()):
-            self._known = self._known and self._as_it_is  # `int(tensor)` reads the same, and makes something else of it
             known = self.floats.setdefault(value, index)
+            if not self._as_it_is:  # `int(tensor)` reads the same, and makes something else of it
+                self._escaped([index])
             if known != index:  # nobody can tell which of the two code has in its hands
                 self._must_be_again(known)
                 self._must_be_again(index)
@@ -227,33 +243,31 @@ class HostDraws:
     def _must_be_again(self, index: int) -> None:
         self._compared.append((_same, Drawn(index), self._numbers[index], True))
 
-    def is_drawn(self, value: Any, is_old: Callable[[Any], bool] | None = None) -> bool:
-        """Whether a value is, or holds, one of the numbers.
+    def _drawn_in(self, value: Any, is_old: Callable[[Any], bool] | None = None) -> Iterator[int]:
+        """Which of the numbers a value is, or holds.
 
         Args:
             is_old: tells a container that was there before. What puts a number there is an instruction that is seen.
         """
         if isinstance(value, float):
-            return value in self.floats
-        if not isinstance(value, (list, tuple, set, frozenset, dict)):
-            return False
-        if is_old is not None and len(value) > _FEW and is_old(value):
-            return False
-        return any(self.is_drawn(one, is_old) for one in (value.values() if isinstance(value, dict) else value))
+            if value in self.floats:
+                yield self.floats[value]
+        elif isinstance(value, _HOLDS) and (is_old is None or len(value) <= _FEW or not is_old(value)):
+            for one in value.values() if isinstance(value, dict) else value:
+                yield from self._drawn_in(one, is_old)
 
     def used(self, values: list, comparison: str | None, is_old: Callable[[Any], bool]) -> None:
         """Takes in that an instruction is about to use values, which may be, or hold, some of the numbers.
 
         Args:
             comparison: how it compares two values; None where it does something else.
-            is_old: see `is_drawn`.
+            is_old: see `_drawn_in`.
         """
-        if not self.is_drawn(values, is_old):
-            return
-        if comparison is not None and all(map(_is_number, values)):
+        drawn = list(self._drawn_in(values, is_old))
+        if drawn and comparison is not None and all(map(_is_number, values)):
             self._compare(comparison, *values)
         else:
-            self.escaped()
+            self._escaped(drawn)
 
     def _compare(self, how: str, left: Any, right: Any) -> None:
         """Keeps a comparison of two values, of which one was drawn. Where both look like it, each may be a constant
@@ -268,8 +282,16 @@ class HostDraws:
         return (value,) if drawn is None else (value, Drawn(drawn))
 
     def escaped(self) -> None:
-        """Takes in that a number does something else than to be compared."""
+        """Takes in that a number which is drawn does something else than to be compared."""
         self._known = False
+
+    def _escaped(self, drawn: Iterable[int]) -> None:
+        """Takes in that these numbers do something else than to be compared. One that is read can be the same again."""
+        for index in drawn:
+            if index in self._read:
+                self._must_be_again(index)
+            else:
+                self.escaped()
 
     def finish(self, result: Any) -> list[Hazard]:
         """Ends the recording. Returns what a graph cannot repeat: where the draws made again are not those of the call,
@@ -282,8 +304,9 @@ class HostDraws:
         if not self._steps or not (self._numbers or self._on_gpu):
             self._steps, self._contents, self._before = [], [], []
             return []
-        if self.floats and self.is_drawn(result):
-            self.escaped()
+        self._escaped(self._drawn_in(result))
+        if self.given is not None:
+            self.given.finish()
         after = self.states()
         try:
             numbers, ended = self._run(self._steps, self._before)
@@ -315,18 +338,24 @@ class HostDraws:
         """The generators that it draws from, and where they are; for `put_back`."""
         return [(generator, state_of(generator)) for generator, _ in self._before]
 
-    def choose_otherwise(self) -> str | None:
-        """What the numbers that would be drawn now change, in words; None where they choose the recorded branches. It
-        leaves the generators as they are; `advance` takes them on."""
+    def choose_otherwise(self, leaves: list[Tensor]) -> str | None:
+        """What the numbers that would be drawn or read now change, in words; None where they choose the recorded
+        branches. It leaves the generators as they are; `advance` takes them on.
+
+        Args:
+            leaves: the tensor arguments of the call.
+        """
         if not self._steps:
             return None
         try:
+            if self.given:
+                self.given.find(leaves)
             numbers, self._after = self._run(self._steps, self.states())
             differs = self._differs(numbers)
         except Exception as error:  # of what code chose from, or compared with
             let_through(error)
             return f"what it draws on the host cannot be drawn again: {error}"
-        return None if differs is None else f"{OTHERWISE} ({self._locations[differs]})"
+        return None if differs is None else self._differences[differs]
 
     def advance(self) -> None:
         """Draws what was compared last: a replay stands for it."""
@@ -373,6 +402,7 @@ class HostDraws:
         return None
 
 
+_READS_OTHERWISE = "a value that it reads on the host is another than any that was recorded"
 OTHERWISE = "a random number that it draws on the host chooses another branch than any that was recorded"
 
 

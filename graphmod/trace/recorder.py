@@ -41,8 +41,10 @@ from graphmod.trace.hazards import (
     fixed_origin,
     hazard,
     is_harmless,
+    needed,
 )
 from graphmod.trace.host_draws import HostDraws
+from graphmod.trace.host_reads import HostReads
 from graphmod.trace.lines import Lines, lines, user_frame
 from graphmod.trace.operations import (
     Facts,
@@ -191,6 +193,8 @@ class Recorder:
         random, backward, ran_compiled: whether it drew random numbers, ran a backward pass, ran compiled code.
         compiles: whether torch.compile compiled something where it could be seen: a backward, for the first time.
         on_gpu: whether it works on a GPU.
+        reads_on_host: whether it was refused for what it reads on the host, which nobody followed.
+        mask_saved: the first place where autograd keeps a mask that is an index for a backward.
         collectives: how many operations that other processes take part in it has seen.
         unfinished: what the call has begun that only a backward brings to its end.
         outside: address -> tensor, what the call read or wrote without having made it or been given it.
@@ -214,6 +218,7 @@ class Recorder:
         host_draws: is told what is drawn on the host, by operations; None where nobody follows what becomes of it.
         in_backward: see `dispatch.shown_to`.
         parts: makes eager parts; None where there can be none.
+        follows: whether to find out how what is read on the host comes about; takes `host_draws`.
     """
 
     watching = True
@@ -228,6 +233,7 @@ class Recorder:
         host_draws: HostDraws | None = None,
         in_backward: bool = False,
         parts: Parts | None = None,
+        follows: bool = False,
     ) -> None:
         self._given, self._in_backward = list(inputs), in_backward
         self._inputs = {address(tensor) for tensor in self._given} - {0}  # nothing lies there
@@ -261,6 +267,13 @@ class Recorder:
         self._check = Check(gpu, self._origins)
         self._draws: Draws | None = None
         self._touched_state: Lines | None = None
+        self.reads_on_host = False
+        self.mask_saved: Hazard | None = None
+        self._host_reads: HostReads | None = None
+        if follows and host_draws is not None:
+            self._host_reads = host_draws.given = HostReads(
+                self._given, self._origins, self.written, self.hazards.append
+            )
         self._sizes: dict[int, tuple[torch.UntypedStorage, int]] = {}  # storages that were resized, and theirs before
         self._after: list[Callable] = []
         self._depth, self._undo = 0, Undo()
@@ -350,8 +363,17 @@ class Recorder:
     def note_host_read(self, tensor: Tensor, name: str) -> None:
         """Takes in that a function which is no operation reads a tensor on the host."""
         reason = self._check.read([tensor])
+        if reason is not None and self._is_compared_here(tensor, name, reason):
+            return
         if reason is not None and not (self.on_gpu and self._check.kept_by(reason, [tensor]) is not None):
             self.refuse(name, reason)
+
+    def _is_compared_here(self, tensor: Tensor, name: str, reason: Reason) -> bool:
+        """Whether what is read on the host, at this place of the trace, is compared before a replay."""
+        compared = self.script is not None and self._is_compared(name, [tensor], reason)
+        if compared and self.script is not None:
+            self.script.read_at.add(len(self.trace))
+        return compared
 
     def note_random_state(self) -> None:
         """Takes in that the state of the random generators is read or written."""
@@ -383,6 +405,8 @@ class Recorder:
         own = {where for where in map(address, given) if self.made(where)}
         self._with_parts |= (own | set(map(address, results))) - {0}
         self._origins.forget()
+        if self._host_reads is not None:
+            self._host_reads.forget()
         self._made_by.clear()
         self.read_since = set()
         if self._draws is not None:
@@ -425,7 +449,7 @@ class Recorder:
             let_through(error)
             ordinary = False
         drawn_at = self._drawn_at
-        if not ordinary or (drawn_at and not drawn_at.keys().isdisjoint(at)):
+        if not ordinary or self._host_reads is not None or (drawn_at and not drawn_at.keys().isdisjoint(at)):
             return self._carefully(op, about, args, kwargs)
         if _node_of_now() is None:
             step = _new(Step, (op, scalars, *user_frame()))
@@ -494,15 +518,17 @@ class Recorder:
             with hidden():
                 self._before_collective(op, one.args, one.kwargs)
         kept: Kept | None = None
-        number, drawn = False, None
+        number, drawn, followed = False, None, None
         try:
             reason = self._why_not(one)
             if self.host_draws is not None:
                 number = reason is READ_CHANCE and self._reads_number(one, self.host_draws)
                 drawn = self.host_draws.before(op, one.about, one.args, one.kwargs, one.random)
-            constants = None if reason is None else self._check.kept_by(reason, one.given)
-            if reason is not None and constants is not None and self.script is not None:
-                kept = self.script.kept[one.index] = Kept(reason.kept, constants)
+            if self._host_reads is not None:
+                followed = self._host_reads.before(op, one.about, one.args, one.kwargs, one.random)
+            kept = None if reason is None else self._to_keep(one, reason)
+            if kept is not None and self.script is not None:
+                self.script.kept[one.index] = kept
             elif reason is not None and not number:
                 self.refuse(one.about.short, reason)
             self._before(one)
@@ -524,9 +550,37 @@ class Recorder:
             fresh = self._done(one, result)
             if self.host_draws is not None:
                 self.host_draws.done(drawn, result, fresh)
+            if self._host_reads is not None:
+                self._host_reads.done(followed, result, fresh)
+            if kept is not None and kept.compared and kept.kind == "result":
+                for tensor in tensors_in((result,)):
+                    self._origins.note_made(address(tensor), CONSTANTS)
         except Exception as error:
             self._cannot_follow(one.about, error)
         return result
+
+    def _to_keep(self, one: Operation, reason: Reason) -> Kept | None:
+        """What is kept of an operation that reads on the host, for captures; None where that is not to be had."""
+        needs = needed(reason, one.given, self.on_gpu)
+        compared = self._check.kept_by(reason, one.given) is None
+        if self.script is None or (compared and not self._is_compared(one.about.short, needs, reason)):
+            return None
+        if reason.kept == "masks" and torch.is_grad_enabled() and one.given[0].requires_grad:
+            self.mask_saved = self.mask_saved or hazard(one.about.short, lines(), reason, self.on_gpu)
+        return Kept(reason.kept, needs, compared)
+
+    def _is_compared(self, name: str, tensors: list[Tensor], reason: Reason) -> bool:
+        """Whether what is read of tensors on the host can be computed, and compared, before a replay."""
+        if reason.kept not in ("result", "masks") or self.host_draws is None:
+            return False
+        if self._host_reads is None:
+            self.reads_on_host = True
+            return False
+        found = hazard(name, lines(), reason, self.on_gpu)
+        value = self._host_reads.read(name, tensors, found)
+        if value is not None:
+            self.host_draws.read_given(value, tensors[0], found)
+        return value is not None
 
     def _reads_number(self, one: Operation, draws: HostDraws) -> bool:
         """Whether a number that is read on the host can be drawn again; not what comes of comparing tensors."""
@@ -740,6 +794,9 @@ class Follower(Recorder):
         """Whether a tensor lies on the host while the capture works on a GPU."""
         return self.on_gpu and not tensor.is_cuda
 
+    def _is_compared_here(self, tensor: Tensor, name: str, reason: Reason) -> bool:
+        return self.script is not None and len(self.trace) in self.script.read_at
+
     @property
     def graph(self) -> Graph:
         """What the capture makes."""
@@ -867,12 +924,13 @@ class Follower(Recorder):
         is to run: it reads a number that was compared before this capture."""
         if reason is READ_CHANCE and self.script is not None and one.index in self.script.numbers:
             return None
-        constants = self._check.kept_by(reason, one.given)
         kept = None if self.script is None else self.script.kept.get(one.index)
+        compared = kept is not None and kept.compared
+        constants = needed(reason, one.given, self.on_gpu) if compared else self._check.kept_by(reason, one.given)
         if constants is None or kept is None:
             self.refuse(one.about.short, reason)
             return None
-        if kept.kind == "arguments":
+        if kept.kind != "result":
             one.look_at(*kept.in_place_of(constants, one.args, one.kwargs))
             for where in kept.where.intersection(one.given_at):
                 self._take_address(where)

@@ -19,13 +19,15 @@ class Kept:
     """What is kept of one operation on constants.
 
     Args:
-        kind: `result`, to be used in place of the operation, or `arguments`, in place of its host tensors.
-        constants: the constants among its arguments.
+        kind: `result`, to be used in place of the operation; `arguments`, in place of its host tensors; or `masks`, the
+            indices in place of masks.
+        constants: the arguments of which that depends.
+        compared: whether its arguments are no constants, but what it reads of them is compared before each replay.
     """
 
-    def __init__(self, kind: str, constants: list[Tensor]) -> None:
-        self.kind = kind
-        self._constants = constants if kind == "arguments" else []
+    def __init__(self, kind: str, constants: list[Tensor], compared: bool = False) -> None:
+        self.kind, self.compared = kind, compared
+        self._constants = [] if kind == "result" else constants
         self._value: Any = None
         self.where: set[int] = set()  # the addresses of what stands in for arguments
         self._made_at: set[int] = set()
@@ -37,6 +39,12 @@ class Kept:
             device = next((t.device for t in tensors_in((result,)) if t.is_cuda), None)
             self._value = [tensor.to(device) for tensor in self._constants]
             self.where = set(map(address, self._value))
+            self._constants = []
+            return
+        if self.kind == "masks":
+            device = next(tensors_in((result,))).device
+            self._value = [[at.to(device) for at in mask.nonzero().unbind(1)] for mask in self._constants]
+            self.where = set(map(address, tensors_in(self._value)))
             self._constants = []
             return
         self._made_at = {address(tensor) for tensor in tensors_in((result,))} - {0}
@@ -55,6 +63,8 @@ class Kept:
         other = {id(tensor): kept for tensor, kept in zip(constants, self._value, strict=True)}
 
         def swap(value: Any) -> Any:
+            if self.kind == "masks" and isinstance(value, (list, tuple)):
+                return [one for part in value for one in other.get(id(part), [part])]
             return each_tensor(value, lambda tensor: other.get(id(tensor), tensor))
 
         return tuple(map(swap, args)), {key: swap(value) for key, value in kwargs.items()}
@@ -65,6 +75,7 @@ class Script:
 
     Attributes:
         kept: index of an operation -> what is kept of it.
+        read_at: how many operations come before what reads on the host, is none itself, and is compared before replays.
         aims: index of an operation -> makes the memory that its result is to be computed into.
 
     Args:
@@ -76,6 +87,7 @@ class Script:
         self.trace = trace
         self.numbers = numbers
         self.kept: dict[int, Kept] = {}
+        self.read_at: set[int] = set()
         self.aims: dict[int, Callable[[], Tensor]] = {}
         self._made: list[tuple[Tensor, Tensor]] = []  # of Python values, in order, each on the host and on the GPU
 

@@ -644,7 +644,7 @@ def test_what_is_read_in_inference_mode_is_seen(use, outside):
 
     wrapper = CUDAGraphModule(call, config())
     assert run(wrapper) == run(call)
-    assert wrapper.stats.state == "disabled"
+    assert wrapper.stats.replays and not wrapper.stats.failures
 
 
 def test_allclose_reads():
@@ -652,7 +652,7 @@ def test_allclose_reads():
         return x + 1 if torch.allclose(x, torch.zeros_like(x)) else x
 
     wrapper = CUDAGraphModule(call, config())
-    for i in (1, 1, 1, 1, 0, 1, 0):
+    for i in (1, 1, 1, 1, 1, 1, 0, 1, 0):
         x = torch.full((3,), float(i))
         assert wrapper(x).tolist() == call(x).tolist()
-    assert "allclose" in wrapper.last_failure
+    assert wrapper.stats.replays and not wrapper.stats.failures
