@@ -410,6 +410,8 @@ def _judge(context: Context, entry: Entry, call: Call, recording: Recording) -> 
     else:
         entry.warm_up_again(context.config.warmup_steps - 1)
         context.spend(entry)
+        if entry.follows:
+            context.last_failure = ""
         if methods.found:
             context.last_failure = ""
             context.log_once(

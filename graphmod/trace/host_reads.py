@@ -20,7 +20,7 @@ from torch import Tensor
 from graphmod.torch_private import BelowAutograd, NoAutocast, OpOverload, TensorBase, set_grad_enabled
 from graphmod.trace.compiled import CompiledGraph
 from graphmod.trace.dispatch import hidden
-from graphmod.trace.hazards import CONSTANTS, PLAIN, Hazard, Origins
+from graphmod.trace.hazards import CONSTANTS, PLAIN, Hazard, Origins, is_mask
 from graphmod.trace.operations import Facts, address, each_tensor, tensors_in, written
 
 _MOST_STEPS = 64  # operations before one replay: more cost more than they bring
@@ -122,18 +122,20 @@ class HostReads:
             for hazard in self._read_from.pop(address(tensor), ()):
                 self._refuse(hazard)
         step = None
-        if not self._is_other(op, about, random):
+        if not self._is_other(op, about, args, random):
             step = self._step(op, args, kwargs, changed)
         if step is None:
             for tensor in changed:
                 self.known.pop(address(tensor), None)
         return step
 
-    def _is_other(self, op: Any, about: Facts, random: bool) -> bool:
+    def _is_other(self, op: Any, about: Facts, args: tuple, random: bool) -> bool:
         """Whether an operation is of a kind that is not done again."""
         if isinstance(op, CompiledGraph) or not isinstance(op, OpOverload) or not about.name.startswith("aten::"):
             return True
-        if random or about.dynamic or about.unsafe or about.collective or about.statistics or about.lists:
+        if about.dynamic and (about.short != "index" or any(map(is_mask, tensors_in(args)))):
+            return True
+        if random or about.unsafe or about.collective or about.statistics or about.lists:
             return True
         # Another value than the recorded one could have led code past it.
         return bool(self._wanted) and about.short.startswith(_BY_INDEX)

@@ -64,6 +64,7 @@ READS = {
     "a check": raises,
     "of memory that is filled": filled,
     "two of them": lambda net, x, mask: net.linear(x) * (2 if mask[0].all() else 3) if net.flag else net.linear(x) - 1,
+    "items by a list": lambda net, x, mask: net.linear(x) if 1 in mask[:, [-1, 0]] else net.linear(x) * 2,
     "a view": lambda net, x, mask: net.linear(x) if mask.T[-1].view(2, 2).any() else net.linear(x) - 1,
 }
 
