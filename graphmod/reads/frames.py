@@ -304,9 +304,10 @@ class Frames:
         elif written:
             notes.where = (code, frame.f_lineno)
             notes.try_to(notes.compiled, frame)
-        if code.co_name in _AT_THE_END and code.co_varnames[:1] == ("self",) and self._muted is None:
-            owner = events.variable(frame, "self")
-            self.methods.setdefault((id(owner), code.co_name), owner)
+        if code.co_name in _AT_THE_END and code.co_argcount and self._muted is None:
+            owner = events.variable(frame, code.co_varnames[0])
+            if isinstance(inspect.getattr_static(type(owner), code.co_name, None), FunctionType):
+                self.methods.setdefault((id(owner), code.co_name), owner)
         if self._muted is None and (_mutes(code.co_filename, code.co_name) or _is_dynamos_guard(frame)):
             self._muted = frame
             return events.END

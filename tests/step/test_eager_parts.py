@@ -1046,6 +1046,17 @@ def test_a_metric_is_found(device):
     found(make, device, step=noted(call), optimizer=sgd, meter=lambda _: Meter())
 
 
+def test_the_first_parameter_of_a_method_that_is_found_has_any_name(device):
+    class Named(Counting):
+        @torch.no_grad()
+        def step(this, closure=None):
+            this.param_groups[0]["k"] += 1
+            for parameter in this.param_groups[0]["params"]:
+                parameter.add_(parameter.grad, alpha=-0.1 / this.param_groups[0]["k"])
+
+    found(plain, device, optimizer=lambda model: Named(model.parameters()))
+
+
 def test_a_method_that_is_most_of_the_step_is_no_part(device):
     class Learner:
         def __init__(self, side):
