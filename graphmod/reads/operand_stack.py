@@ -56,9 +56,30 @@ def _or_nothing(cells: Any, at: int) -> Any:
         return Nothing
 
 
+def _variables_of(code: CodeType) -> int:
+    return code.co_nlocals + len(set(code.co_cellvars) - set(code.co_varnames)) + len(code.co_freevars)
+
+
+def on_stack(frame: FrameType, count: int) -> Any:
+    """The last of so many values on the stack, which must reach that far."""
+    return top(frame, 1, _variables_of(frame.f_code) + count)[0]
+
+
+def is_called(frame: FrameType, function: FunctionType, steps: list[dis.Instruction], at: int) -> bool:
+    """Whether the instruction under way, of index `at`, calls a function itself, and not one in C that does."""
+    step = steps[at]
+    beside = {"CALL": 2, "CALL_KW": 3, "CALL_FUNCTION_EX": 3}.get(step.opname)
+    if beside is None:
+        return False
+    count = beside + (step.arg or 0) if step.opname != "CALL_FUNCTION_EX" else beside + (step.arg or 0) % 2
+    first = depths(frame.f_code, steps)[step.offset] - count
+    where = _word_at(id(frame) + _BODY).value + _VARIABLES + first * _WORD
+    return id(function) in (_word_at(where).value, _word_at(where + _WORD).value)  # what lies there may be gone
+
+
 def depths(code: CodeType, steps: list[dis.Instruction]) -> dict[int, int]:
     """Offset of each instruction that can be reached -> how far the stack reaches before it, variables included."""
-    variables = code.co_nlocals + len(set(code.co_cellvars) - set(code.co_varnames)) + len(code.co_freevars)
+    variables = _variables_of(code)
     at = {step.offset: index for index, step in enumerate(steps)}
     found: dict[int, int] = {}
     todo = [(0, variables)]

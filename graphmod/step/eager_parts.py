@@ -12,8 +12,11 @@ runs without one: it cannot be begun again. In a replay a difference is an error
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
+import inspect
+import itertools
 import sys
 import types
 from collections import Counter
@@ -31,6 +34,7 @@ from graphmod.guards.guards import Guards
 from graphmod.guards.notes import STANDS_FOR, UNGUARDED, Notes
 from graphmod.guards.values import MISSING, dict_of
 from graphmod.reads.frames import noting
+from graphmod.reads.operand_stack import function_of, is_called, on_stack
 from graphmod.signature.call import Call, Flat
 from graphmod.signature.flattening import PLAIN_KINDS, Opaque, rebuild
 from graphmod.signature.modes import FOREIGN, GRAD, INFERENCE, SETTINGS, entered_again
@@ -49,6 +53,8 @@ from graphmod.trace.untraced import untraced
 MOST = 8  # in one call: more cost more than they bring
 _RAISES = Reason("is an eager part, and raises an error", OUTSIDE)
 _TENSOR = object()  # stands for one in a form
+_ByGenerator: Any = contextlib._GeneratorContextManager
+_UNWATCHED = ("contextlib", "warnings")  # what these change and put back has no guard
 
 
 def eager(function: Callable) -> Callable:
@@ -68,15 +74,10 @@ def eager(function: Callable) -> Callable:
         recorder: Any = dispatch.current()
         if recorder is None or not isinstance(recorder, Recorder):
             return function(*args, **kwargs)
-        return recorder.eager_part(function, args, kwargs, _caller())
+        return recorder.eager_part(function, args, kwargs, sys._getframe())
 
     setattr(call, UNGUARDED, True)
     return call
-
-
-def _caller() -> FrameType:
-    """The frame that calls the function from which this is called."""
-    return sys._getframe(2)
 
 
 # -- what a part is given, and gives -----------------------------------------------------------------------------------
@@ -186,24 +187,53 @@ def _name_of(function: Callable) -> str:
 
 
 def _is_dropped(frame: FrameType) -> bool:
-    """Whether code makes nothing of what the call under way will give."""
-    after = (step.opname for step in dis.get_instructions(frame.f_code) if step.offset > frame.f_lasti)
-    return next(after, "") == "POP_TOP"
+    """Whether code makes nothing of what a frame will give: not what a function in C would, as in
+    `out.extend(map(part, x))`."""
+    caller, function = frame.f_back, function_of(frame)
+    assert caller is not None, "a recorder has called"
+    steps = list(dis.get_instructions(caller.f_code))
+    at = max(index for index, step in enumerate(steps) if step.offset <= caller.f_lasti)  # caches follow it
+    return steps[at + 1].opname == "POP_TOP" and function is not None and is_called(caller, function, steps, at)
 
 
-def _handles_errors(frame: FrameType | None) -> bool:
-    """Whether code of the captured call would handle an error of the call under way: no replay runs that code. What
-    leaves a `with` block has not been entered by a replay either."""
+def _why_unlike(frame: FrameType | None) -> str | None:
+    """Why the call under way would end otherwise in a replay, which runs none of the code around it: that would handle
+    an error, or has changed what nobody watches."""
     while frame is not None and not frame.f_code.co_filename.startswith(CORE):
-        code: Any = dis.Bytecode(frame.f_code)
-        steps = {step.offset: step.opname for step in code}
-        for entry in code.exception_entries:
-            if entry.start <= frame.f_lasti < entry.end:
-                after = [name for offset, name in steps.items() if offset >= entry.target][:2]
-                if "WITH_EXCEPT_START" not in after and after[0] == "PUSH_EXC_INFO":
-                    return True
+        steps = {step.offset: step.opname for step in dis.get_instructions(frame.f_code)}
+        # pyrefly: ignore[missing-attribute] -- typeshed leaves it out
+        for entry in dis._parse_exception_table(frame.f_code):
+            if not entry.start <= frame.f_lasti < entry.end:
+                continue
+            after = [name for offset, name in steps.items() if offset >= entry.target][:2]
+            if "WITH_EXCEPT_START" in after:
+                manager = getattr(on_stack(frame, entry.depth), "__self__", None)
+                why = None if manager is None else _why_within(manager)
+                if why is not None:
+                    return why
+            elif after[0] == "PUSH_EXC_INFO":
+                return "is called inside a try statement, which no replay runs"
         frame = frame.f_back
-    return False
+    return None
+
+
+def _why_within(manager: Any) -> str | None:
+    """Likewise for a `with` block."""
+    kind: Any = type(manager)
+    if isinstance(manager, _ByGenerator):
+        return _why_unlike(manager.gen.gi_frame)
+    leave = inspect.unwrap(kind.__exit__)
+    if kind.__module__.startswith("torch.") or not isinstance(leave, types.FunctionType):
+        return None
+    steps = list(dis.get_instructions(leave))
+    ends = [
+        before if step.opname == "RETURN_VALUE" else step
+        for before, step in itertools.pairwise(steps)
+        if "RETURN_" in step.opname
+    ]
+    if kind.__module__ in _UNWATCHED or any("CONST" not in step.opname or step.argval for step in ends):
+        return f"is called inside `with {kind.__name__}`, which no replay enters"
+    return None
 
 
 # -- in a recorded call ------------------------------------------------------------------------------------------------
@@ -267,8 +297,9 @@ class RecordedParts:
         """Nothing is captured."""
         return False
 
-    def call(self, recorder: Any, function: Callable, args: tuple, kwargs: dict, caller: FrameType, method: str) -> Any:
+    def call(self, recorder: Any, function: Callable, args: tuple, kwargs: dict, frame: FrameType, method: str) -> Any:
         """See `recorder.Parts`."""
+        caller: Any = frame.f_back
         known = RecordedPart(method or _name_of(function), caller, len(recorder.trace))
         self.made.append(known)
         tensors: list[Tensor] = []
@@ -278,7 +309,7 @@ class RecordedParts:
                 unfit = self._unfit(self._take_given, known, (function, args, kwargs), tensors)
                 run = function if self.noted is None else functools.partial(self.noted.unnoted, function)
                 result = run(*args, **kwargs)
-                if not _is_dropped(caller):
+                if not _is_dropped(frame):
                     unfit = unfit or self._unfit(self._take_returned, known, result, tensors, bool(method))
         except BaseException:
             recorder.refuse(known.name, _RAISES)
@@ -288,8 +319,7 @@ class RecordedParts:
         self._held += [result, *tensors]
         recorder.after_part([] if known.given is None else known.given.tensors, tensors)
         self._drawn = 0 if self._draws is None else len(self._draws)
-        if unfit is None and _handles_errors(caller):
-            unfit = "is called inside a try statement, which no replay runs"
+        unfit = unfit or _why_unlike(caller)
         if unfit is not None:
             recorder.refuse(known.name, Reason(f"is an eager part that {unfit}", OUTSIDE))
         return result
@@ -457,7 +487,7 @@ class Methods:
             if self._tried is not None and noted is not None:
                 tried = self._tried.setdefault((id(owner), name), _Tried())
                 return self._try(tried, recorder, noted, method, args, kwargs)
-            return recorder.eager_part(method, args, kwargs, _caller(), f"{type(owner).__name__}.{name}")
+            return recorder.eager_part(method, args, kwargs, sys._getframe(), f"{type(owner).__name__}.{name}")
 
         setattr(call, STANDS_FOR, (dict_of(owner) or {}).get(name, MISSING))
         return call
@@ -694,7 +724,7 @@ class EagerParts:
 
     # -- the capture ---------------------------------------------------------------------------------------------
 
-    def call(self, recorder: Any, function: Callable, args: tuple, kwargs: dict, caller: FrameType, method: str) -> Any:
+    def call(self, recorder: Any, function: Callable, args: tuple, kwargs: dict, frame: FrameType, method: str) -> Any:
         """See `recorder.Parts`."""
         self._recorder = recorder
         try:

@@ -105,12 +105,12 @@ def _take(values: Iterable[Any], given: list[Any]) -> tuple:
 class Parts(Protocol):
     """Makes the eager parts of a call that is recorded or captured; see `step.eager_parts`."""
 
-    def call(self, recorder: Any, function: Callable, args: tuple, kwargs: dict, caller: FrameType, method: str) -> Any:
+    def call(self, recorder: Any, function: Callable, args: tuple, kwargs: dict, frame: FrameType, method: str) -> Any:
         """Calls a function of the user's as an eager part.
 
         Args:
             recorder: of the call.
-            caller: the frame that calls it.
+            frame: of the function that its caller has called in its place.
             method: its name, of one that nobody has marked; else "".
         """
 
@@ -393,12 +393,12 @@ class Recorder:
         """Takes in that torch.compile compiles: the call is to be recorded again."""
         self.compiles = True
 
-    def eager_part(self, function: Callable, args: tuple, kwargs: dict, caller: FrameType, method: str = "") -> Any:
+    def eager_part(self, function: Callable, args: tuple, kwargs: dict, frame: FrameType, method: str = "") -> Any:
         """Calls a function that is to be an eager part; see `Parts`."""
         if self.parts is None or current_node() is not None:
             self.refuse("an eager part", _NO_PART)
             return function(*args, **kwargs)
-        return self.parts.call(self, function, args, kwargs, caller, method)
+        return self.parts.call(self, function, args, kwargs, frame, method)
 
     def after_part(self, results: Iterable[Tensor], given: Iterable[Tensor]) -> None:
         """Takes in that an eager part was made, of which nothing was seen but what it was given and its results."""

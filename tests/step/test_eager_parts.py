@@ -1,9 +1,11 @@
 """Calls that a graph cannot repeat are made between two graphs, with eager's numbers and in eager's order."""
 
+import contextlib
 import copy
 import ctypes
 import functools
 import random
+from collections import defaultdict
 
 import pytest
 import torch
@@ -524,6 +526,29 @@ def test_what_a_part_writes_into_what_it_is_given(device):
     run(make, device, meter=lambda _: Meter(), buffer=buffer)
 
 
+@pytest.mark.parametrize("how", ["extend", "default"])
+def test_results_that_a_function_in_c_uses(how, device):
+    """What has called the function in C drops the result of that."""
+
+    def make(s):
+        part = eager(
+            lambda x=1: s.meter.values.append(1) or torch.full((8,), len(s.meter.values) * 1.0, device=s.device)
+        )
+
+        def step(x):
+            made, known = [], defaultdict(part)
+            if how == "extend":
+                made.extend(map(part, [x, x + 1]))
+            else:
+                known["a"]
+                made.append(known["a"])
+            return x + sum(made)
+
+        return step
+
+    run(make, device, step=noted(call), meter=lambda _: Meter())
+
+
 def test_arguments_of_the_step_are_passed_on_as_they_are(device):
     def make(s):
         @eager
@@ -639,6 +664,67 @@ def test_what_changes_behind_the_last_read_is_nobodys_business(device):
 
     side, _ = play(program(make, optimizer=sgd, meter=lambda _: Meter()), call, device, graph=whole, steps=20)
     assert side.graphs[0].stats.eager_parts
+
+
+class Tolerant:
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        return kind is ValueError
+
+
+@contextlib.contextmanager
+def handling():
+    try:
+        yield
+    except ValueError:
+        print("handled")
+
+
+@pytest.mark.parametrize("manager", [Tolerant, handling, lambda: contextlib.suppress(ValueError)])
+def test_a_part_whose_errors_a_context_handles(manager, device):
+    def make(s):
+        @eager
+        def tell(x):
+            s.meter.update(x.mean())
+            if len(s.meter.values) % 4 == 0:
+                raise ValueError("told too much")
+
+        def step(x):
+            y = x * 2
+            with manager():
+                tell(y)
+                y = y + 1
+            return y
+
+        return step
+
+    refused(make, device, "which no replay", step=noted(call), meter=lambda _: Meter())
+
+
+def test_a_part_inside_a_context_that_handles_nothing(device):
+    @contextlib.contextmanager
+    def plain():
+        yield
+
+    class Nothing:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+    def make(s):
+        def step(x):
+            with plain(), Nothing(), torch.no_grad():
+                tell(x)
+            return x + 1
+
+        tell = eager(lambda x: s.meter.update(x.mean()))
+        return step
+
+    run(make, device, step=noted(call), meter=lambda _: Meter())
 
 
 @pytest.mark.parametrize(
