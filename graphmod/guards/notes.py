@@ -85,7 +85,7 @@ DEEP = 6  # how far attributes of attributes are followed, where code in C may r
 
 _METHODS_IN_C = (types.BuiltinMethodType, types.MethodWrapperType)
 STANDS_FOR = "_graphmod_stands_for"
-"""The attribute of a function that is put somewhere for the length of a call: what is there else, maybe MISSING."""
+"""The attribute of a function that is put somewhere for the length of a call: what is there else."""
 UNGUARDED = "_graphmod_unguarded"
 """The attribute of a function that is called anew at each replay, so that what belongs to it is no guard."""
 _FOLLOWED = (*CONTAINERS, partial, types.SimpleNamespace, *_METHODS_IN_C)

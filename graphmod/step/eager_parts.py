@@ -32,7 +32,7 @@ from graphmod.errors import CaptureRefused, Diverged, EagerPartFailed
 from graphmod.guards.changes import SCHEDULERS, all_changes
 from graphmod.guards.guards import Guards
 from graphmod.guards.notes import STANDS_FOR, UNGUARDED, Notes
-from graphmod.guards.values import MISSING, dict_of
+from graphmod.guards.values import dict_of
 from graphmod.reads.frames import noting
 from graphmod.reads.operand_stack import function_of, is_called, on_stack
 from graphmod.signature.call import Call, Flat
@@ -438,7 +438,7 @@ class Methods:
             self.give_up()
         elif self._tried is None:
             self.refused, self._tried = refused, {}
-            self._methods = [one for one in noted.methods if dict_of(one[0]) is not None]
+            self._methods = noted.methods
             self._gave_up = not self._methods
         else:
             tried, self._tried = {key: one for key, one in self._tried.items() if one.causes}, None
@@ -473,23 +473,33 @@ class Methods:
         Args:
             noted: what notes what the call reads, if it does.
         """
-        return _InPlace([(owner, name, self._stand_in(owner, name, noted)) for owner, name in self._methods])
+        owners: dict[tuple[int, str], tuple[Any, set[int]]] = {}
+        for owner, name in self._methods:
+            holders = (owner, *type(owner).__mro__)
+            holder = next(one for one in holders if name in (dict_of(one) or getattr(one, "__dict__", ())))
+            owners.setdefault((id(holder), name), (holder, set()))[1].add(id(owner))
+        return _InPlace(
+            [(one, name, self._stand_in(one, name, those, noted)) for (_, name), (one, those) in owners.items()]
+        )
 
-    def _stand_in(self, owner: Any, name: str, noted: noting | None) -> Callable:
-        method = getattr(owner, name)
+    def _stand_in(self, holder: Any, name: str, owners: set[int], noted: noting | None) -> Callable:
+        found = vars(holder)[name]
+        function = getattr(found, STANDS_FOR, found)  # another thread may record, too
 
-        @functools.wraps(method)
+        @functools.wraps(function)
         @beside_dynamo
         def call(*args: Any, **kwargs: Any) -> Any:
             recorder: Any = dispatch.current()
-            if not isinstance(recorder, Recorder):
-                return method(*args, **kwargs)
+            owner = args[0] if isinstance(holder, type) else holder
+            if not isinstance(recorder, Recorder) or id(owner) not in owners:
+                return function(*args, **kwargs)
+            method, given = (types.MethodType(function, owner), args[1:]) if owner is not holder else (function, args)
             if self._tried is not None and noted is not None:
                 tried = self._tried.setdefault((id(owner), name), _Tried())
-                return self._try(tried, recorder, noted, method, args, kwargs)
-            return recorder.eager_part(method, args, kwargs, sys._getframe(), f"{type(owner).__name__}.{name}")
+                return self._try(tried, recorder, noted, method, given, kwargs)
+            return recorder.eager_part(method, given, kwargs, sys._getframe(), f"{type(owner).__name__}.{name}")
 
-        setattr(call, STANDS_FOR, (dict_of(owner) or {}).get(name, MISSING))
+        setattr(call, STANDS_FOR, function)
         return call
 
     def _try(
@@ -512,27 +522,31 @@ def _causes(recorder: Recorder, notes: Notes) -> Counter[str]:
 
 
 class _InPlace:
-    """Inside, objects have other methods.
+    """Inside, classes have other methods, and objects, where these have one of their own: what is in an object, its
+    own code may copy, pickle or count.
 
     Args:
-        methods: `(object, name, method)` of each.
+        methods: `(class or object, name, method)` of each.
     """
 
     def __init__(self, methods: list[tuple[Any, str, Callable]]) -> None:
         self._methods = methods
 
     def __enter__(self) -> None:
-        for owner, name, stand_in in self._methods:
-            vars(owner)[name] = stand_in
+        for holder, name, stand_in in self._methods:
+            _put(holder, name, stand_in)
 
     def __exit__(self, *_: object) -> None:
-        for owner, name, stand_in in self._methods:
-            if vars(owner).get(name) is stand_in:
-                before = getattr(stand_in, STANDS_FOR)
-                if before is MISSING:
-                    del vars(owner)[name]
-                else:
-                    vars(owner)[name] = before
+        for holder, name, stand_in in self._methods:
+            if vars(holder).get(name) is stand_in:
+                _put(holder, name, getattr(stand_in, STANDS_FOR))
+
+
+def _put(holder: Any, name: str, method: Callable) -> None:
+    if isinstance(holder, type):
+        type.__setattr__(holder, name, method)
+    else:
+        vars(holder)[name] = method
 
 
 # -- in a capture, and in its replays ----------------------------------------------------------------------------------

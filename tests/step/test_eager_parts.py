@@ -4,6 +4,7 @@ import contextlib
 import copy
 import ctypes
 import functools
+import pickle
 import random
 from collections import defaultdict
 
@@ -1130,6 +1131,35 @@ def test_a_metric_is_found(device):
         return step
 
     found(make, device, step=noted(call), optimizer=sgd, meter=lambda _: Meter())
+
+
+class Pickled(Meter):
+    def update(self, loss):
+        super().update(loss)
+        self.size = len(pickle.dumps(self.values))
+        self.names, self.copied = sorted(vars(self)), pickle.loads(pickle.dumps(self)).values
+
+
+def test_a_method_that_is_found_is_nowhere_to_be_seen(device):
+    """An object is copied, pickled and looked into as ever, by its own methods and by those of others."""
+
+    def make(s):
+        def step(this):
+            loss = loss_of(s.model(this))
+            loss.backward()
+            s.optimizer.step()
+            s.optimizer.zero_grad()
+            s.meter.update(loss.detach())
+            return loss.detach()
+
+        return step
+
+    def step(side, i):
+        result = call(side, i)
+        side.note(values=side.meter.values, names=side.meter.names, copied=side.meter.copied)
+        return result
+
+    found(make, device, step=step, optimizer=sgd, meter=lambda _: Pickled())
 
 
 def test_the_first_parameter_of_a_method_that_is_found_has_any_name(device):
