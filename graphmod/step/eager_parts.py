@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from graphmod.errors import CaptureRefused, Diverged, EagerPartFailed
-from graphmod.guards.changes import SCHEDULERS, all_changes
+from graphmod.guards.changes import SCHEDULERS, all_changes, what_changed
 from graphmod.guards.guards import Guards
 from graphmod.guards.notes import STANDS_FOR, UNGUARDED, Notes
 from graphmod.guards.values import dict_of
@@ -306,7 +306,8 @@ class RecordedParts:
         try:
             self._methods.__exit__(None, None, None)
             with hidden():
-                unfit = self._unfit(self._take_given, known, (function, args, kwargs), tensors)
+                unfit = self._changed()
+                unfit = unfit or self._unfit(self._take_given, known, (function, args, kwargs), tensors)
                 run = function if self.noted is None else functools.partial(self.noted.unnoted, function)
                 result = run(*args, **kwargs)
                 if not _is_dropped(frame):
@@ -323,6 +324,11 @@ class RecordedParts:
         if unfit is not None:
             recorder.refuse(known.name, Reason(f"is an eager part that {unfit}", OUTSIDE))
         return result
+
+    def _changed(self) -> str | None:
+        """What code before a part has changed, which that would not find so in a replay."""
+        changed = None if self.noted is None else what_changed(self.noted.notes)
+        return changed and f"comes after code that {changed}"
 
     def _unfit(self, take: Callable, *given: Any) -> str | None:
         """Why what a part is given, or gives, cannot be had in a replay."""

@@ -667,6 +667,35 @@ def test_what_changes_behind_the_last_read_is_nobodys_business(device):
     assert side.graphs[0].stats.eager_parts
 
 
+def test_a_part_that_puts_back_what_code_before_it_changed(device):
+    """In a replay it would not find that changed."""
+
+    class Holder:
+        active = False
+
+    def make(s):
+        @eager
+        def look():
+            s.meter.values.append(s.holder.active)
+            s.holder.active = False
+
+        def step(x):
+            s.holder.active = True
+            look()
+            return x + 1
+
+        return step
+
+    refused(
+        make,
+        device,
+        "comes after code that changes 'active'",
+        step=noted(call),
+        meter=lambda _: Meter(),
+        holder=lambda _: Holder(),
+    )
+
+
 class Tolerant:
     def __enter__(self):
         return self
