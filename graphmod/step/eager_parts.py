@@ -37,8 +37,8 @@ from graphmod.reads.frames import noting
 from graphmod.reads.operand_stack import function_of, is_called, on_stack
 from graphmod.signature.call import Call, Flat
 from graphmod.signature.flattening import PLAIN_KINDS, Opaque, rebuild
-from graphmod.signature.modes import FOREIGN, GRAD, INFERENCE, SETTINGS, entered_again
-from graphmod.step.gradients import GradientBuffer, Left, as_memory, leave_behind, lend, memory_of, part
+from graphmod.signature.modes import FOREIGN, GRAD, INFERENCE, SETTINGS, difference, entered_again
+from graphmod.step.gradients import GradientBuffer, Left, as_memory, is_split, leave_behind, lend, memory_of, part
 from graphmod.step.results import PartOf
 from graphmod.torch_private import beside_dynamo, storage_uses
 from graphmod.trace import dispatch
@@ -585,13 +585,67 @@ class CutShort(Exception):
         return rebuild(self.result.structure, leaves)
 
 
-class _Own:
-    """A tensor of the graph's, of which a part gets a copy each time."""
+class _Loan:
+    """Memory of the graph's, of which parts have a copy in each call. What they write there, whenever they do, is
+    brought back after each part.
 
-    __slots__ = ("memory",)
+    Attributes:
+        memory: all of it as bytes; of a tensor that a part returned, what the graph reads in its place.
+        lent: what parts have in the call under way.
+    """
+
+    __slots__ = ("lent", "memory")
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
+        self.lent: Tensor | None = None
+
+    def bring_back(self) -> None:
+        """Copies what parts have to where the graph reads it."""
+        if self.lent is not None:
+            self.memory.copy_(self.lent)
+
+
+class _Own:
+    """A tensor of the graph's, as parts have it: over the copy of its memory.
+
+    Attributes:
+        loan: that memory.
+        made: the tensor of the call under way.
+    """
+
+    def __init__(self, loan: _Loan, like: Tensor) -> None:
+        self.loan, self.memory = loan, like.detach()
+        self.made: Tensor | None = None
+
+    def of_now(self) -> Tensor:
+        """The tensor in the call under way, which may begin with it."""
+        if self.made is None:
+            like, loan = self.memory, self.loan
+            if loan.lent is None:
+                loan.lent = loan.memory.clone()
+            with torch.inference_mode(like.is_inference()), torch.no_grad():
+                made = torch.empty(0, dtype=like.dtype, device=like.device)
+                made.set_(loan.lent.untyped_storage(), like.storage_offset(), like.size(), like.stride())
+                made = torch._conj(made) if like.is_conj() else made
+                self.made = torch._neg_view(made) if like.is_neg() else made
+        return self.made
+
+    def forget(self) -> None:
+        """Ends the call under way."""
+        self.made = self.loan.lent = None
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """All memory of its storage."""
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _gradient_of(parameter: Tensor, part_of: PartOf | None) -> Tensor:
+    grad = parameter.grad
+    assert grad is not None, "it was lent to the part"
+    return grad if part_of is None else part_of.of(grad)
 
 
 class EagerPart:
@@ -600,24 +654,29 @@ class EagerPart:
     Attributes:
         known: what the recorded call showed.
         gradients: the gradients that the code before it left behind, for whoever looks at them.
-        modes: in which it is called, where these are others than those of the captured call.
         returned: what it returned last; None where nobody uses that.
-        results: copies of the tensors in that, which the graph reads.
-        reads: the addresses that the graph reads in what comes before it, since the part before.
+        results: the tensors in that, as the graph has them.
+        inputs: those of the graph that it reads between it and the next part.
+
+    Args:
+        form, sources: what it is given; see `_form_of`, and `_tensor` for the tensors in it.
+        modes: in which it is called; others: whether the captured call is in other ones.
     """
 
-    def __init__(self, known: RecordedPart, form: Any, sources: list[Any], modes: tuple | None) -> None:
-        self.known, self._form, self._sources, self.modes = known, form, sources, modes
+    def __init__(self, known: RecordedPart, form: Any, sources: list[Any], modes: tuple, others: bool) -> None:
+        self.known, self._form, self._sources = known, form, sources
+        self._modes, self._enters, self._modes_after = modes, others, modes
+        self._goes_on = True  # whether operations follow
         self.gradients: list[tuple[Tensor, Left]] = []
         self.returned: Given | None = None
-        self.results: list[Tensor] = []
-        self.reads: set[int] = set()
+        self.results: list[_Own] = []
+        self.inputs: list[tuple[int, Any]] = []
         self._tensors: list[Tensor] = []
         self._addresses: list[int] = []
         self._owned: list[Tensor] = []
         self._grads: list[int] = []
 
-    def run(self, leaves: list[Tensor], device_type: str, copies: bool) -> Any:
+    def run(self, leaves: list[Tensor], modes_now: Callable[[], tuple], device_type: str, copies: bool) -> Any:
         """Makes the call.
 
         Args:
@@ -628,16 +687,13 @@ class EagerPart:
         function, args, kwargs = _made_of(self._form, iter(made))
         with self._as_there(device_type):
             result = function(*args, **kwargs)
-        for source, tensor in zip(self._sources, made, strict=True):
-            if isinstance(source, _Own) and (tensor.is_inference() or tensor._version):
-                with torch.no_grad():
-                    source.memory.copy_(tensor)
+            self._modes_after = modes_now()
         return result
 
     @property
-    def own(self) -> list[Tensor]:
-        """The tensors of the graph of which it is given copies."""
-        return [source.memory for source in self._sources if isinstance(source, _Own)]
+    def own(self) -> list[_Own]:
+        """The tensors of the graph that it is given."""
+        return [source for source in self._sources if isinstance(source, _Own)]
 
     def _tensor(self, source: Any, leaves: list[Tensor]) -> Tensor:
         if isinstance(source, int):
@@ -645,17 +701,16 @@ class EagerPart:
         if isinstance(source, PartOf):
             return source.of(leaves[source.index])
         if isinstance(source, _Own):
-            with torch.no_grad():
-                return source.memory.clone()
+            return source.of_now()
         return source() if callable(source) else source
 
     def _as_there(self, device_type: str) -> AbstractContextManager:
-        if self.modes is None:
+        if not self._enters:
             return nullcontext()
         stack = ExitStack()
-        stack.enter_context(entered_again(self.modes, device_type))
-        stack.enter_context(torch.inference_mode(self.modes[INFERENCE]))
-        stack.enter_context(torch.set_grad_enabled(self.modes[GRAD]))
+        stack.enter_context(entered_again(self._modes, device_type))
+        stack.enter_context(torch.inference_mode(self._modes[INFERENCE]))
+        stack.enter_context(torch.set_grad_enabled(self._modes[GRAD]))
         return stack
 
     def take(self, result: Any) -> None:
@@ -673,20 +728,26 @@ class EagerPart:
         if given.outline != self.known.given.outline:
             raise CaptureRefused(f"{self.known} returns other values, or tensors of other kinds, than before")
         self.returned = given
-        with torch.inference_mode(False), torch.no_grad():
-            if not self.results:
-                self.results = [tensor.clone() for tensor in given.tensors]
-            for kept, tensor in zip(self.results, given.tensors, strict=True):
-                kept.copy_(tensor)
+        if not self.results:
+            with torch.inference_mode(False), torch.no_grad():
+                self.results = [_Own(_Loan(kept), kept) for kept in map(torch.clone, given.tensors)]
+        for own, tensor in zip(self.results, given.tensors, strict=True):
+            own.made = own.loan.lent = tensor
 
-    def watch(self, owned: list[Tensor], tensors: list[Tensor], reads: set[int], backward: bool) -> None:
+    def watch(
+        self, owned: list[Tensor], tensors: list[Tensor], inputs: list[Any], seen: Recorder, reads: set[int], end: int
+    ) -> None:
         """Begins to compare what the graph reads after it with what it is now.
 
         Args:
             owned: leaf tensors of which it may look at gradients.
-            tensors: those of the callable.
-            reads: the addresses that it reads; backward: whether it runs a backward.
+            tensors: those of the callable; inputs: see `StaticInput`.
+            seen: the record of the capture.
+            reads: the addresses that it reads up to the next part; end: how many operations come before that.
         """
+        backward = any(step.code is None for step in seen.trace[self.known.index : end])
+        self._goes_on = len(seen.trace) > self.known.index
+        self.inputs = [(i, one.buffer) for i, one in enumerate(inputs) if one.buffer and address(one.tensor) in reads]
         self._tensors = [tensor for tensor in tensors if address(tensor) in reads]
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         at = dict(zip(map(id, owned), self._grads, strict=True))
@@ -701,6 +762,8 @@ class EagerPart:
         """What code after it would find otherwise than in the recorded call, in words."""
         guards = self.known.guards
         reason = guards.moved() or guards.changed(gradients=False)
+        if reason is None and self._goes_on and self._modes_after != self._modes:
+            reason = f"a mode of PyTorch ({difference(self._modes, self._modes_after)[0]})"
         if reason is None and [tensor.data_ptr() for tensor in self._tensors] != self._addresses:
             reason = "a tensor has moved to another address"
         if reason is None and self._owned and list(map(_grad_at, self._owned)) != self._grads:
@@ -732,6 +795,9 @@ class EagerParts:
         self.made: list[EagerPart] = []
         self.began = self.left = False
         self._captures = True
+        self._reads: list[set[int]] = []  # the addresses read before each part, since the part before
+        self._loans: dict[int, _Loan] = {}
+        self._own: dict[int, tuple[Tensor, _Own]] = {}  # by identity of the tensors that the captured call has
         self._recorder: Follower | None = None
         self.since: list[Tensor | None] = []
         self.result: Flat | None = None
@@ -767,18 +833,22 @@ class EagerParts:
         try:
             with hidden():
                 made.note_gradients(self._owned)
-                made.take(result)
+                buffers = [(i, one.buffer) for i, one in enumerate(self._graph.inputs) if one.buffer]
+                self._take(made, result, self._call.leaves, buffers)
         except CaptureRefused as refusal:
             recorder.give_up(refusal)
             return result
+        tensors = [own.memory for own in made.results]
+        self._own.update((id(tensor), (tensor, own)) for tensor, own in zip(tensors, made.results, strict=True))
+        self._loans.update((address(own.memory), own.loan) for own in made.results)
         self._hide()
         self.since = [parameter.grad for parameter in self._owned]
-        made.reads = recorder.read_since
-        recorder.after_part(made.results, made.own)
+        self._reads.append(recorder.read_since)
+        recorder.after_part(tensors, [own.memory for own in made.own])
         with hidden():
             recorder.graph.resume()
         self._captures = True
-        return None if made.returned is None else made.returned.of(made.results)
+        return None if made.returned is None else made.returned.of(tensors)
 
     def _next(self, recorder: Follower, function: Callable, args: tuple, kwargs: dict) -> EagerPart:
         """The part that comes, where the recorded call had the same one.
@@ -801,7 +871,7 @@ class EagerParts:
             raise CaptureRefused(f"calls the eager part {known} under a mode that no replay could enter")
         if entry.copies_out:
             raise CaptureRefused(f"has the eager part {known}, and results of it are held that cannot be moved")
-        made = EagerPart(known, form, self._sources(known, recorder, tensors), None if modes == before else modes)
+        made = EagerPart(known, form, self._sources(known, recorder, tensors), modes, modes != before)
         self.made.append(made)
         return made
 
@@ -811,7 +881,9 @@ class EagerParts:
         stood_in = {id(view): view._base for view in self._graph.stand_ins.values() if view._base is not None}
         guards = self._graph.recording.guards
         held = {*map(id, guards.tensors), *map(id, self._owned)}
-        found, own = [], set()
+        left = [(p, p.grad) for p in self._owned if p.grad is not None and not is_split(p.grad)]
+        grads = {address(grad): (parameter, grad) for parameter, grad in left}
+        found: list[Any] = []
         for tensor in tensors:
             tensor = stood_in.get(id(tensor), tensor)
             where = address(tensor)
@@ -821,13 +893,14 @@ class EagerParts:
                 found.append(tensor)
             elif tensor.requires_grad:
                 raise CaptureRefused(f"gives the eager part {known} a tensor that requires grad; pass it detached")
+            elif where in grads:
+                parameter, grad = grads[where]
+                part_of = None if tensor is grad else PartOf(0, grad, tensor, argument=True)
+                found.append(functools.partial(_gradient_of, parameter, part_of))
             elif where in at:
                 found.append(PartOf(at[where], self._given[at[where]], tensor, argument=True))
             elif recorder.made(where) or where in recorder.kept_at:
-                if where in own:
-                    raise CaptureRefused(f"gives the eager part {known} two tensors that share memory; pass copies")
-                own.add(where)
-                found.append(_Own(tensor.detach()))
+                found.append(self._own_of(tensor, where))
             elif where in recorder.outside or any(address(one) == where for one in guards.tensors):
                 found.append(tensor.detach)
             else:
@@ -837,16 +910,34 @@ class EagerParts:
                 )
         return found
 
+    def _own_of(self, tensor: Tensor, where: int) -> _Own:
+        if id(tensor) not in self._own:
+            if where not in self._loans:
+                self._loans[where] = _Loan(_bytes_of(tensor))
+            self._own[id(tensor)] = tensor, _Own(self._loans[where], tensor)
+        return self._own[id(tensor)][1]
+
     def _run(self, made: EagerPart, leaves: list[Tensor]) -> Any:
         graph, context = self._graph, self._graph.context
         context.counters.eager_parts += 1
-        versions = [None if tensor.is_inference() else tensor._version for tensor in leaves]
-        try:
-            return made.run(leaves, context.group.backend.device_type, graph.entry.copies_out)
-        finally:  # what it has written into arguments is what code after it reads
-            for static, tensor, version in zip(graph.inputs, leaves, versions, strict=True):
-                if static.buffer is not None and (version is None or tensor._version != version):
-                    static.buffer.load(tensor, graph.tape.arena.passes, context)
+        group = context.group
+        return made.run(leaves, group.modes, group.backend.device_type, graph.entry.copies_out)
+
+    def _take(self, made: EagerPart, result: Any, leaves: list[Tensor], inputs: list[tuple[int, Any]]) -> None:
+        """Has the graph find what a part returned, and what it wrote.
+
+        Args:
+            inputs: those of the graph that it is going to read, and that have a buffer.
+
+        Raises:
+            CaptureRefused: see `EagerPart.take`.
+        """
+        made.take(result)
+        with torch.inference_mode(False), torch.no_grad():
+            for loan in self._loans.values():
+                loan.bring_back()
+        for index, buffer in inputs:
+            buffer.load(leaves[index], self._graph.tape.arena.passes, self._graph.context)
 
     def _leave_behind(self, recorder: Follower, made: EagerPart) -> None:
         """Lends a part the gradients that code before it has left in memory of the graph."""
@@ -914,10 +1005,12 @@ class EagerParts:
         seen, recording = captured.seen, self._graph.recording
         self._segments = captured.segments
         bounds = [made.known.index for made in self.made[1:]] + [len(seen.trace)]
-        reads = [made.reads for made in self.made[1:]] + [seen.read_since]
+        reads = [*self._reads[1:], seen.read_since]
         for made, end, read in zip(self.made, bounds, reads, strict=True):
-            backward = any(step.code is None for step in seen.trace[made.known.index : end])
-            made.watch(self._owned, recording.guards.tensors, read, backward)
+            made.watch(self._owned, recording.guards.tensors, self._graph.inputs, seen, read, end)
+        self._lent = [own for _, own in self._own.values()]
+        self._own = {}
+        self._end()
 
     @property
     def lent(self) -> list[tuple[Tensor, Left]]:
@@ -932,6 +1025,11 @@ class EagerParts:
             (segments or self._segments)[-1]()
         self.began = False
 
+    def _end(self) -> None:
+        """A call has ended: what its parts were given is theirs."""
+        for own in self._lent:
+            own.forget()
+
     def replay(self, leaves: list[Tensor]) -> None:
         """Replays, with the parts in between.
 
@@ -939,20 +1037,21 @@ class EagerParts:
             EagerPartFailed: a part has changed what code after it reads.
         """
         graph = self._graph
-        for launch, made in zip(self._segments, self.made, strict=False):
-            launch()
-            if not self.began:
-                self.began = True
-                graph.recording.host_draws.advance()
-            result = self._run(made, leaves)
-            try:
-                made.take(result)
-            except CaptureRefused as refusal:
-                graph.context.drop(graph.tape)
-                graph.context.keep_eager(graph.entry, str(refusal))
-                raise EagerPartFailed(
-                    f"{graph.context.name!r}: {refusal}. This call is done up to and with that, and the rest is not; "
-                    "further calls run eagerly. Keep that part outside of the captured call"
-                ) from refusal
+        try:
+            for launch, made in zip(self._segments, self.made, strict=False):
+                launch()
+                if not self.began:
+                    self.began = True
+                    graph.recording.host_draws.advance()
+                self._take(made, self._run(made, leaves), leaves, made.inputs)
+        except CaptureRefused as refusal:
+            graph.context.drop(graph.tape)
+            graph.context.keep_eager(graph.entry, str(refusal))
+            raise EagerPartFailed(
+                f"{graph.context.name!r}: {refusal}. This call is done up to and with that, and the rest is not; "
+                "further calls run eagerly. Keep that part outside of the captured call"
+            ) from refusal
+        finally:
+            self._end()
         self._segments[-1]()
         self.began = False

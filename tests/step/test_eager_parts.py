@@ -527,6 +527,107 @@ def test_what_a_part_writes_into_what_it_is_given(device):
     run(make, device, meter=lambda _: Meter(), buffer=buffer)
 
 
+def through_numpy(x):
+    x.cpu().numpy()[:] *= 2  # of a tensor on a GPU this changes a copy, in eager code too
+
+
+WRITES = {"method": lambda x: x.mul_(2), "data": lambda x: x.data.mul_(2), "numpy": through_numpy}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("place", ["argument", "made", "given before", "a part of it", "returned before", "gradient"])
+def test_what_a_part_writes_is_found_however_it_does(place, write, device):
+    """Also into what another part was given or has returned, now and then, and while others keep it."""
+
+    def make(s):
+        keep = eager(lambda x: s.meter.tensors.append(x))
+        made = eager(lambda x: s.meter.tensors.append(x * 3) or s.meter.tensors[-1])
+
+        @eager
+        def change(x=None):
+            s.meter.values.append(0)
+            if len(s.meter.values) % 3 != 1:
+                WRITES[write](s.meter.tensors[-1] if x is None else x)
+
+        def step(x):
+            y = x * 2
+            if place == "argument":
+                change(x)
+            elif place == "made":
+                change(y)
+            elif place == "given before":
+                keep(y)
+                change()
+            elif place == "a part of it":
+                keep(y)
+                change(y[1:])
+            elif place == "returned before":
+                y = made(x)
+                change()
+            else:
+                loss_of(s.model(x)).backward()
+                change(s.model[0].weight.grad.view(-1))
+                y = s.model[0].weight.grad * 2
+                s.optimizer.zero_grad()
+            return x + y if y.shape == x.shape else y
+
+        return step
+
+    run(make, device, step=noted(call), optimizer=sgd, meter=lambda _: Meter())
+
+
+@pytest.mark.parametrize("what", ["columns", "expanded", "conjugate", "two views"])
+def test_a_part_is_given_tensors_as_they_lie(what, device):
+    """Sums over memory with gaps are rounded otherwise than over copies of it without."""
+
+    def make(s):
+        @eager
+        def look(*given):
+            s.meter.values.append(
+                [(x.stride(), x.is_conj(), (x.real + x.imag if x.is_complex() else x).sum().item()) for x in given]
+            )
+
+        def step(x):
+            wide = (x.sum() * torch.linspace(0, 1, 64 * 37, device=s.device).view(64, 37)).sin()
+            if what == "two views":
+                look(wide, wide[1:, 3:])
+            else:
+                look(
+                    {
+                        "columns": wide[:, 3:13],
+                        "expanded": wide[0].expand(99, 37),
+                        "conjugate": torch.complex(wide, wide).conj(),
+                    }[what]
+                )
+            return wide + 1
+
+        return step
+
+    run(make, device, step=noted(call), meter=lambda _: Meter())
+
+
+def test_a_part_that_is_given_gradients(device):
+    def make(s):
+        @eager
+        def clip(gradients):
+            s.meter.values.append(gradients[0] is s.model[0].weight.grad)
+            norm = sum(one.norm().item() ** 2 for one in gradients) ** 0.5
+            for one in gradients:
+                one.mul_(1 / (norm + 1))
+
+        def step(x):
+            loss = loss_of(s.model(x))
+            loss.backward()
+            clip([p.grad for p in s.model.parameters()])
+            s.optimizer.step()
+            s.optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    run(make, device, step=noted(call), optimizer=sgd, meter=lambda _: Meter())
+
+
 @pytest.mark.parametrize("how", ["extend", "default"])
 def test_results_that_a_function_in_c_uses(how, device):
     """What has called the function in C drops the result of that."""
@@ -665,6 +766,47 @@ def test_what_changes_behind_the_last_read_is_nobodys_business(device):
 
     side, _ = play(program(make, optimizer=sgd, meter=lambda _: Meter()), call, device, graph=whole, steps=20)
     assert side.graphs[0].stats.eager_parts
+
+
+@pytest.mark.parametrize("mode", ["gradients", "autocast", "default dtype"])
+@pytest.mark.parametrize("last", [False, True])
+def test_a_part_that_changes_a_mode_now_and_then(mode, last, device):
+    """Which code after it would find, if there is any."""
+    count = 0
+
+    @eager
+    def change():
+        nonlocal count
+        count += 1
+        if count == 8 and mode == "gradients":
+            torch.set_grad_enabled(False)
+        elif count == 8 and mode == "autocast":
+            torch.set_autocast_enabled(device.type, True)
+        elif count == 8:
+            torch.set_default_dtype(torch.float64)
+
+    def step(x):
+        if not last:
+            change()
+        y = x * 2
+        if last:
+            change()
+        return y
+
+    module, x = CUDAGraphModule(step, config()), torch.ones(3, device=device)
+    try:
+        for _ in range(7):
+            module(x)
+        assert module.stats.replays
+        if not last:
+            with pytest.raises(graphmod.GraphmodError, match=mode):
+                module(x)
+        else:
+            assert torch.equal(module(x), x * 2)
+    finally:
+        torch.set_grad_enabled(True)
+        torch.set_autocast_enabled(device.type, False)
+        torch.set_default_dtype(torch.float32)
 
 
 def test_a_part_that_puts_back_what_code_before_it_changed(device):
