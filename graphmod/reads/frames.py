@@ -107,7 +107,7 @@ _EXCHANGES = torch.utils.swap_tensors.__code__
 _starts_threads = {identity(threading.Thread.start.__code__), identity(ThreadPoolExecutor.submit.__code__)}
 
 # Methods of what works on a model's parameters or results, beside the computation: optimizers, averages, metrics.
-_AT_THE_END = ("step", "update", "compute", "unscale_", "update_parameters", "step_update")
+_AT_THE_END = ("step", "update", "compute", "unscale_", "update_parameters", "step_update", "zero_grad")
 
 NOT_TOLD = (
     "this thread's trace functions are suspended, or other tools (a debugger, a profiler) hold all places of "
@@ -283,6 +283,10 @@ class Frames:
     def _entered(self, frame: FrameType) -> int | events.Plan:
         code, notes = frame.f_code, self.notes
         written = code in self._written if self._written else False
+        if code.co_name in _AT_THE_END and code.co_argcount and self._muted is None:
+            owner = events.variable(frame, code.co_varnames[0])
+            if isinstance(inspect.getattr_static(type(owner), code.co_name, None), FunctionType):
+                self.methods.setdefault((id(owner), code.co_name), owner)
         if code is _CALL:
             notes.try_to(notes.called, events.variable(frame, "self"))
         elif self._muted is not None:
@@ -304,10 +308,6 @@ class Frames:
         elif written:
             notes.where = (code, frame.f_lineno)
             notes.try_to(notes.compiled, frame)
-        if code.co_name in _AT_THE_END and code.co_argcount and self._muted is None:
-            owner = events.variable(frame, code.co_varnames[0])
-            if isinstance(inspect.getattr_static(type(owner), code.co_name, None), FunctionType):
-                self.methods.setdefault((id(owner), code.co_name), owner)
         if self._muted is None and (_mutes(code.co_filename, code.co_name) or _is_dynamos_guard(frame)):
             self._muted = frame
             return events.END

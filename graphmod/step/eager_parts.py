@@ -15,12 +15,14 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import gc
 import inspect
 import itertools
 import sys
 import types
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import FrameType
 from typing import Any
@@ -29,10 +31,10 @@ import torch
 from torch import Tensor
 
 from graphmod.errors import CaptureRefused, Diverged, EagerPartFailed
-from graphmod.guards.changes import SCHEDULERS, all_changes, what_changed
+from graphmod.guards.changes import SCHEDULERS, all_changes, line_of, name_of, what_changed
 from graphmod.guards.guards import Guards
 from graphmod.guards.notes import STANDS_FOR, UNGUARDED, Notes
-from graphmod.guards.values import dict_of
+from graphmod.guards.values import Kind, dict_of, kind_of
 from graphmod.reads.frames import noting
 from graphmod.reads.operand_stack import function_of, is_called, on_stack
 from graphmod.signature.call import Call, Flat
@@ -45,11 +47,12 @@ from graphmod.trace import dispatch
 from graphmod.trace.dispatch import hidden
 from graphmod.trace.hazards import OUTSIDE, Reason
 from graphmod.trace.host_draws import HostDraws
-from graphmod.trace.lines import CORE, location
+from graphmod.trace.lines import CORE, TORCH, location
 from graphmod.trace.operations import Step, address
 from graphmod.trace.recorder import Follower, Recorder
 from graphmod.trace.untraced import untraced
 
+_JOINED = ("zero_grad",)  # eager parts where they come after one: what that has changed they read
 MOST = 8  # in one call: more cost more than they bring
 _RAISES = Reason("is an eager part, and raises an error", OUTSIDE)
 _TENSOR = object()  # stands for one in a form
@@ -245,14 +248,15 @@ class RecordedPart:
         index: how many operations come before it.
         form, kinds: of the function and what it is given; see `_form_of`.
         old: the objects in that, by identity, which were there before the call.
+        method: its name, of one that nobody has marked; else "".
         given: what it returned; None where nobody uses that.
         guards: what code after it reads, up to the next.
     """
 
     guards: Guards
 
-    def __init__(self, name: str, caller: FrameType, index: int) -> None:
-        self.name = name
+    def __init__(self, name: str, caller: FrameType, index: int, method: str = "") -> None:
+        self.name, self.method = name, method
         self.where = location(caller.f_code, caller.f_lineno)
         self.index = index
         self.form: Any = None
@@ -268,6 +272,88 @@ class RecordedPart:
         return f"{self.name} ({self.where})"
 
 
+_MOST_REACHED = 2**20  # objects, of which one is looked for
+_BEYOND = (type, types.ModuleType, types.CodeType, types.FrameType)  # what everybody can reach
+
+
+def _reached(roots: Iterable[Any]) -> dict[int, Any] | None:
+    """What code can reach that is given some objects, by identity; None if that is too much to look through. Not what
+    names of a module lead to."""
+    found: dict[int, Any] = {}
+    todo = list(roots)
+    while todo:
+        value = todo.pop()
+        if id(value) in found or isinstance(value, _BEYOND):
+            continue
+        found[id(value)] = value
+        if len(found) > _MOST_REACHED:
+            return None
+        if isinstance(value, weakref.ref):
+            todo.append(value())
+        elif isinstance(value, types.FunctionType):
+            todo += (value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__)
+        else:
+            todo += gc.get_referents(value)
+    return found
+
+
+def _leaves_in_place(known: RecordedPart) -> bool:
+    """Whether a part is known to leave tensors where they are: a method of PyTorch's own."""
+    function = known.form[1]
+    function = function.value if isinstance(function, Opaque) else function[1].value
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code is not None and code.co_filename.startswith(TORCH)
+
+
+def _unsafe(index: int, parts: list[RecordedPart], later: list[Notes], reads: list[set[int]], backward: bool) -> str:
+    """What code reads after a part that nobody has marked, and that may be another now and then, as far as anybody can
+    tell; "" if there is nothing.
+
+    Args:
+        index: of the part.
+        later: what was read after each part, up to the next; reads: the addresses outside of the call.
+        backward: whether a backward comes after the part.
+    """
+    known = parts[index]
+    roots = [*known.old.values()]
+    kinds = {
+        kind for one in roots for kind in type(one).__mro__ if not kind.__module__.startswith(("torch.", "builtins"))
+    }
+    stored = set()
+    for function in [one for kind in kinds for one in vars(kind).values() if isinstance(one, types.FunctionType)]:
+        names = function.__globals__
+        roots += [value for name in function.__code__.co_names if not callable(value := names.get(name))]
+        steps = dis.get_instructions(function.__code__)
+        stored |= {(id(names), step.argval) for step in steps if step.opname == "STORE_GLOBAL"}
+    reached = _reached(roots)
+    if reached is None:
+        return f"reads what nobody can tell apart from what {known} is given"
+    owners = reached.keys() | set(map(id, kinds))
+    looked_up = {"__getattribute__", "__getattr__", *(one.method.rpartition(".")[2] for one in parts)}
+    told = None
+    for notes in later[index:]:
+        for one in notes.notes.values():
+            read = id(one.owner) in owners or (id(one.owner), one.key) in stored
+            if told is None and read and one.key not in looked_up and not isinstance(one.container, Kind):
+                told = f"{name_of(one)} ({line_of(one.where)})"
+        for value, _, where in notes.contents.values():
+            if told is None and id(value) in owners:
+                told = f"the items of a {kind_of(value)} ({line_of(where)})"
+    if told is None and not _leaves_in_place(known):
+        tensors = [one for one in reached.values() if isinstance(one, Tensor)]
+        at = {address(one) for one in tensors} | {
+            address(one.grad) for one in tensors if one.is_leaf and one.grad is not None
+        }
+        moved = backward or not at.isdisjoint(set().union(*reads[index:]) - {0})
+        told = "tensors that it reaches, or computes their gradients," if moved else None
+    if told is None:
+        return ""
+    return (
+        f"reads {told} after {known}, which may change that now and then; if it never does, call "
+        f"graphmod.eager(...{known.method.rpartition('.')[2]})(...)"
+    )
+
+
 class RecordedParts:
     """The eager parts of an eager call that is recorded, or verified.
 
@@ -279,6 +365,7 @@ class RecordedParts:
 
     Attributes:
         made: the parts, in order.
+        unsafe: why code after a part that nobody has marked may find another value than the graph; "" if it cannot.
     """
 
     def __init__(
@@ -291,7 +378,13 @@ class RecordedParts:
         self._call, self.noted, self._draws, self._methods = call, noted, draws, methods or nullcontext()
         self._drawn = 0
         self._held: list[Any] = []  # so that nothing else comes to lie where these do
+        self._reads: list[set[int]] = []  # the addresses read before each part, since the part before
         self.made: list[RecordedPart] = []
+        self.unsafe = ""
+
+    def reach(self, value: Any) -> bool:
+        """See `recorder.Parts`."""
+        return any(id(value) in (_reached(known.old.values()) or ()) for known in self.made)
 
     def leave(self) -> bool:
         """Nothing is captured."""
@@ -300,8 +393,9 @@ class RecordedParts:
     def call(self, recorder: Any, function: Callable, args: tuple, kwargs: dict, frame: FrameType, method: str) -> Any:
         """See `recorder.Parts`."""
         caller: Any = frame.f_back
-        known = RecordedPart(method or _name_of(function), caller, len(recorder.trace))
+        known = RecordedPart(method or _name_of(function), caller, len(recorder.trace), method)
         self.made.append(known)
+        self._reads.append(recorder.read_since)
         tensors: list[Tensor] = []
         try:
             self._methods.__exit__(None, None, None)
@@ -375,6 +469,13 @@ class RecordedParts:
         assert self.noted is not None, "only recorded calls are judged"
         for known, notes in zip(self.made, self.noted.later, strict=True):
             known.guard(notes, recorder.backward)
+        reads = [read & recorder.outside.keys() for read in (*self._reads[1:], recorder.read_since)]
+        for index, known in enumerate(self.made):
+            backward = any(step.code is None for step in recorder.trace[known.index :])
+            if known.method and not self.unsafe:
+                self.unsafe = _unsafe(index, self.made, self.noted.later, reads, backward)
+        if self.unsafe:
+            return self.unsafe
         if len(self.made) > MOST:
             every = "; ".join(map(str, self.made))
             return f"has {len(self.made)} eager parts, and at most {MOST} of them are worth it: {every}"
@@ -441,6 +542,7 @@ class Methods:
         if self._gave_up:
             return False
         if self.found:  # what comes after them is no better
+            self.refused = f"{self.refused}. It {parts.unsafe}" if parts.unsafe else self.refused
             self.give_up()
         elif self._tried is None:
             self.refused, self._tried = refused, {}
@@ -457,10 +559,10 @@ class Methods:
             owners = {id(owner) for owner, _ in self._of(tried)}
             owners |= {id(one.optimizer) for one, _ in self._of(tried) if isinstance(one, SCHEDULERS)}
             for owner, name in self._methods:
-                if id(owner) in owners:
+                if id(owner) in owners or name in _JOINED:
                     tried.setdefault((id(owner), name), _Tried())
             self._methods = self._of(tried)
-            self.found = [f"{type(owner).__name__}.{name}" for owner, name in self._methods]
+            self.found = [f"{type(owner).__name__}.{name}" for owner, name in self._methods if name not in _JOINED]
             self.why = next((cause for one in tried.values() for cause in one.causes), "")
             self._gave_up = not self.found
         return not self._gave_up
@@ -498,6 +600,8 @@ class Methods:
             recorder: Any = dispatch.current()
             owner = args[0] if isinstance(holder, type) else holder
             if not isinstance(recorder, Recorder) or id(owner) not in owners:
+                return function(*args, **kwargs)
+            if name in _JOINED and not (recorder.parts and recorder.parts.reach(owner)):
                 return function(*args, **kwargs)
             method, given = (types.MethodType(function, owner), args[1:]) if owner is not holder else (function, args)
             if self._tried is not None and noted is not None:
@@ -809,6 +913,10 @@ class EagerParts:
         self.since = [parameter.grad for parameter in self._owned]
 
     # -- the capture ---------------------------------------------------------------------------------------------
+
+    def reach(self, value: Any) -> bool:
+        """See `recorder.Parts`."""
+        return any(id(value) in (_reached(made.known.old.values()) or ()) for made in self.made)
 
     def call(self, recorder: Any, function: Callable, args: tuple, kwargs: dict, frame: FrameType, method: str) -> Any:
         """See `recorder.Parts`."""

@@ -105,6 +105,9 @@ def _take(values: Iterable[Any], given: list[Any]) -> tuple:
 class Parts(Protocol):
     """Makes the eager parts of a call that is recorded or captured; see `step.eager_parts`."""
 
+    def reach(self, value: Any) -> bool:
+        """Whether a part that was made so far is given an object, or what leads to it."""
+
     def call(self, recorder: Any, function: Callable, args: tuple, kwargs: dict, frame: FrameType, method: str) -> Any:
         """Calls a function of the user's as an eager part.
 

@@ -1263,7 +1263,7 @@ def test_a_scheduler_is_found_with_its_optimizer(device):
         return made
 
     side = twins(build, call, device, replays=1, graph=whole, steps=14)
-    assert side.graphs[0].stats.eager_parts == 2 * side.graphs[0].stats.replays
+    assert side.graphs[0].stats.eager_parts == 3 * side.graphs[0].stats.replays  # and zero_grad() after both
 
 
 @pytest.mark.parametrize("unscales", [False, True])
@@ -1302,6 +1302,67 @@ def test_a_metric_is_found(device):
         return step
 
     found(make, device, step=noted(call), optimizer=sgd, meter=lambda _: Meter())
+
+
+LEVEL = 1.0
+LEVELS = [1.0]
+
+
+class Stopper(Meter):
+    """Changes many things in its ninth call."""
+
+    kind = 1.0
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.scale = model, 1.0
+
+    def update(self, loss):
+        global LEVEL
+        super().update(loss)
+        if len(self.values) == 9:
+            LEVEL = LEVELS[0] = self.scale = type(self).kind = 0.5
+            with torch.no_grad():
+                self.model[0].weight.data = self.model[0].weight.data * 2
+
+    def reset(self):
+        global LEVEL
+        LEVEL = LEVELS[0] = type(self).kind = 1.0
+
+
+@pytest.mark.parametrize("reads", ["scale", "kind", "kind of the class", "global", "item", "weight", "rate"])
+def test_a_method_is_no_part_where_code_after_it_reads_what_that_may_change(reads, device):
+    """A replay could end in nothing but an error then."""
+
+    def make(s):
+        s.stopper.reset()
+        s.scheduler = torch.optim.lr_scheduler.StepLR(s.optimizer, 9)
+
+        def step(x):
+            loss = loss_of(s.model(x))
+            loss.backward()
+            s.optimizer.step()
+            s.optimizer.zero_grad()
+            s.scheduler.step()
+            s.stopper.update(loss.detach())
+            return (
+                loss.detach()
+                * {
+                    "scale": lambda: s.stopper.scale,
+                    "kind": lambda: s.stopper.kind,
+                    "kind of the class": lambda: Stopper.kind,
+                    "global": lambda: LEVEL,
+                    "item": lambda: LEVELS[0],
+                    "weight": lambda: s.model[0].weight.detach().sum(),
+                    "rate": lambda: s.optimizer.param_groups[0]["lr"],
+                }[reads]()
+            )
+
+        return step
+
+    module = run(make, device, captured=False, optimizer=counting, stopper=Stopper, steps=8)
+    assert "now and then; if it never does, call graphmod.eager(" in module.last_failure
+    assert module.stats.state == "disabled"
 
 
 class Pickled(Meter):
