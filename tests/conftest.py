@@ -18,6 +18,7 @@ from tests.support.settings import TINY, composed, parsed
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job in the background, whose children would have it too
     signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
+gc.set_threshold(5_000, 10, 100)  # to look through thousands of tests takes a second: of itself, only now and then
 if torch.cuda.is_available():
     torch.use_deterministic_algorithms(True)
     torch.backends.cuda.matmul.allow_tf32 = False
