@@ -155,7 +155,7 @@ def test_rows_without_context_and_what_lies_behind_a_context_do_not_reach_others
 
 def test_padding_writes_to_no_block_of_a_sequence(device):
     model = tiny_model("llama", device)
-    engine = DecodeEngine(model, max_batch_size=4, block_size=8)
+    engine = DecodeEngine(model, max_batch_size=4, buckets=[2, 4], max_seq_len=64, block_size=8)
     engine.warm_up(progress=False)
     first = engine.memory.first_block
     assert not any(tensor[first:].any() or tensor[0].any() for tensor in (*engine.memory.keys, *engine.memory.values))

@@ -179,10 +179,14 @@ CHANGES = {
     "forward": lambda model: lambda model: setattr(model.model.layers[0].mlp, "forward", torch.zeros_like),
     "buffer": lambda model: lambda model: model.model.rotary_emb.inv_freq.numpy().fill(0.5),
 }
+# Memory written to as nobody is told, by a graph, a hook, what a hook reads, and what a layer is.
+ONE_OF_A_KIND = ("numpy", "graphed step", "hook", "what a hook reads", "attribute")
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["while another request runs", "kept"])
-@pytest.mark.parametrize("how", CHANGES)
+@pytest.mark.parametrize(
+    "how", [one if one in ONE_OF_A_KIND else pytest.param(one, marks=pytest.mark.slow) for one in CHANGES]
+)
 def test_what_the_model_was_before_a_change_is_no_beginning(how, kept):
     model = tiny_model("llama", torch.device("cpu"))
     change = CHANGES[how](model)

@@ -79,7 +79,7 @@ def as_on_a_gpu(monkeypatch):
         {"prefill_tokens": 200, "graphs": False},
     ],
 )
-@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("architecture", ["qwen3", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_prompts_in_pieces_with_shared_beginnings_get_the_tokens_of_generate(architecture, settings, as_on_a_gpu):
     model = tiny_model(architecture, torch.device("cpu"))
     engine = DecodeEngine(model, max_batch_size=3, keep_prefixes=True, **settings)

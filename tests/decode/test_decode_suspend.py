@@ -82,7 +82,7 @@ def test_graphs_that_were_kept_go_on_with_the_same_tokens_and_addresses(settings
     engine, other = (warm(model, **settings) for _ in range(2))
     where = addresses(engine)
     prompts, settings = prompts_of(5, 19, 3, 40), {"max_new_tokens": 20}
-    for count in range(3):
+    for count in range(2):
         assert tokens_of(engine, prompts, **settings) == references(model, prompts, 20)
         mine, others = (one.generate(prompts, n=2, temperature=1.0, seed=count, **settings) for one in (engine, other))
         assert [(done.tokens, done.logprobs) for done in mine] == [(done.tokens, done.logprobs) for done in others]
@@ -384,7 +384,7 @@ def test_threads_may_suspend_resume_and_submit_at_any_time(device):
     assert tokens_of(engine, [prompt], max_new_tokens=10) == [expected] and captures(engine) == before
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 def test_any_order_of_calls_gives_what_an_engine_gives_that_was_never_suspended(seed, device):
     model = tiny_model("qwen3", device)
     engine, plain = (DecodeEngine(model, max_batch_size=2, block_size=8) for _ in range(2))
