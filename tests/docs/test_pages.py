@@ -16,7 +16,7 @@ from graphmod.cli.generate import GENERATE
 from graphmod.cli.main import COMMANDS
 from graphmod.cli.serve import SERVE
 from graphmod.wrap.target import MARK
-from tests.support.settings import ROOT, typed
+from tests.support.settings import ROOT, filled, typed
 
 README = ROOT / "README.md"
 PAGES = sorted([README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
@@ -97,7 +97,7 @@ def test_settings_of_commands_exist(path, tmp_path, monkeypatch, capsys):
                     for one, several in zip(overrides, values, strict=True)
                     if not one.is_sweep_override() or several
                 ]
-                TRAIN.typed(TRAIN.compose(job))
+                TRAIN.typed(filled(*job))
 
 
 def several_of(override):
