@@ -135,20 +135,32 @@ def test_the_wheel_brings_a_command_its_settings_types_and_license(installed):
     assert "Project-URL" not in (about / "METADATA").read_text()
     settings = [path.relative_to(ROOT) for path in (ROOT / "configs").rglob("*.yaml")]
     assert len(settings) > 20 and all((installed / "graphmod" / path).exists() for path in settings)
+    assert all((installed / path.relative_to(ROOT)).exists() for path in (ROOT / "graphmod").rglob("*.py"))
     assert not (installed / "configs").exists()
 
 
-def test_an_installed_command_works_in_any_folder(installed, tmp_path):
-    def graphmod_command(*arguments):
+@pytest.fixture
+def installed_command(installed, tmp_path):
+    """Runs the command of the wheel in `tmp_path`."""
+
+    def run(*arguments):
         code = "import sys; from graphmod.cli.main import main; sys.argv[0] = 'graphmod'; sys.exit(main())"
         process = [sys.executable, "-c", code, *arguments]
         return subprocess.run(process, cwd=tmp_path, env=search_first(installed), capture_output=True, text=True)
 
-    trained = graphmod_command("train", *TINY, "train.steps=3", "data.max_bytes=20000")
+    return run
+
+
+def test_an_installed_command_finds_its_settings_in_any_folder(installed_command):
+    shown = installed_command("generate", "--cfg", "job")
+    assert shown.returncode == 0 and "generation_config: auto" in shown.stdout, shown.stderr
+
+
+@pytest.mark.slow
+def test_an_installed_command_trains_in_any_folder(installed_command, tmp_path):
+    trained = installed_command("train", *TINY, "train.steps=3", "data.max_bytes=20000")
     assert trained.returncode == 0, trained.stderr
     assert list(tmp_path.glob("runs/train/*/result.json"))
-    shown = graphmod_command("generate", "--cfg", "job")
-    assert shown.returncode == 0 and "generation_config: auto" in shown.stdout, shown.stderr
 
 
 def test_make_does_not_take_settings_for_its_own_variables():
