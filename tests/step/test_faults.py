@@ -122,8 +122,14 @@ def tensors_alive():
     return sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
 
 
-@pytest.mark.parametrize("kind", ["an error", pytest.param("out of memory", marks=pytest.mark.slow), "an interrupt"])
-@pytest.mark.parametrize("whole", [False, True], ids=["module", "step"])
+@pytest.mark.parametrize(
+    ("whole", "kind"),
+    [
+        *((False, "an error"), (True, "an error"), (False, "an interrupt")),
+        pytest.param(True, "an interrupt", marks=pytest.mark.slow),
+        *(pytest.param(whole, "out of memory", marks=pytest.mark.slow) for whole in (False, True)),
+    ],
+)
 def test_a_fault_at_any_operation_of_a_capture(whole, kind, device, monkeypatch):
     fault = Fault(monkeypatch)
     steps = 10

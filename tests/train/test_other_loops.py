@@ -52,7 +52,9 @@ def trained(folder, device, graphed, **arguments):
 
 
 @pytest.mark.parametrize(
-    "arguments", [{}, {"gradient_accumulation_steps": 2}, {"bf16": True}], ids=["plain", "accumulation", "bf16"]
+    "arguments",
+    [pytest.param({}, marks=pytest.mark.slow), {"gradient_accumulation_steps": 2}, {"bf16": True}],
+    ids=["plain", "accumulation", "bf16"],
 )
 def test_layers_inside_the_trainer_of_transformers(arguments, tmp_path, device):
     expected, _ = trained(tmp_path, device, False, **arguments)
