@@ -1,8 +1,6 @@
 """Samples while training, and `generate.py` from a shell on what training left."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -54,12 +52,6 @@ def trained(tmp_path_factory):
 
 def shell(folder, *arguments):
     return finished([ROOT / "generate.py", "model.device=cpu", *arguments], folder)
-
-
-def new_shell(folder, *arguments):
-    """Likewise, in an interpreter that has imported nothing before."""
-    command = [sys.executable, str(ROOT / "generate.py"), "model.device=cpu", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.slow
@@ -172,7 +164,7 @@ def test_a_saved_model_with_a_tokenizer_streams_its_text(tmp_path):
     model = tiny_model("qwen3", torch.device("cpu"))
     model.resize_token_embeddings(len(letters))
     model.save_pretrained(tmp_path / "model")
-    done = new_shell(tmp_path, "model.path=model", "prompt=hello there", "decode.max_new_tokens=12")
+    done = shell(tmp_path, "model.path=model", "prompt=hello there", "decode.max_new_tokens=12")
     assert done.returncode == 0, done.stderr
     expected = reference(model, [letters[letter] for letter in "hello there"], 12)
     assert done.stdout.rstrip("\n") == "hello there" + "".join("abcdefghijklmnopqrstuvwxyz "[t] for t in expected)
