@@ -20,13 +20,17 @@ def ranks(request):
         yield ranks
 
 
-@pytest.mark.parametrize("microbatches", [1, 3])
+KINDS = [("own", "step"), ("ddp", "step"), ("ddp", "layers"), ("fsdp", "step"), ("tp", "step")]
+MORE_KINDS = [("ddp_own_buffers", "step"), ("fsdp_whole", "step"), ("fsdp_bf16", "step")]
+MORE_KINDS += [("fsdp", "layers"), ("fsdp_whole", "layers"), ("fsdp_bf16", "layers"), ("tp", "layers")]
+
+
 @pytest.mark.parametrize(
-    ("kind", "how"),
+    ("kind", "how", "microbatches"),
     [
-        *(("own", "step"), ("ddp", "step"), ("ddp", "layers"), ("ddp_own_buffers", "step"), ("fsdp", "step")),
-        *(("fsdp_whole", "step"), ("fsdp_bf16", "step"), ("tp", "step")),
-        *(("fsdp", "layers"), ("fsdp_whole", "layers"), ("fsdp_bf16", "layers"), ("tp", "layers")),
+        *((*one, 3) for one in (*KINDS, *MORE_KINDS)),
+        *((*one, 1) for one in KINDS),
+        *(pytest.param(*one, 1, marks=pytest.mark.slow) for one in MORE_KINDS),
     ],
 )
 def test_training_has_the_numbers_of_eager(ranks, kind, how, microbatches):
@@ -189,8 +193,16 @@ def test_whether_memory_is_shared_is_told_in_any_mode():
     assert None not in expected
 
 
-@pytest.mark.parametrize("before", [0, 1, 3], ids=["new", "called once", "trained"])
-@pytest.mark.parametrize("settings", [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}], ids=str)
+@pytest.mark.parametrize(
+    ("settings", "before"),
+    [
+        *(({}, before) for before in (0, 1, 3)),
+        *(({"static_graph": True}, 1), ({"gradient_as_bucket_view": True}, 3)),
+        *(pytest.param({"static_graph": True}, before, marks=pytest.mark.slow) for before in (0, 3)),
+        *(pytest.param({"gradient_as_bucket_view": True}, before, marks=pytest.mark.slow) for before in (0, 1)),
+    ],
+    ids=str,
+)
 def test_looking_at_a_ddp_leaves_it_as_it_was(ranks, settings, before):
     for found in ranks.run(habits.is_looked_at, settings, before):
         for as_found, equal, replays in found:
