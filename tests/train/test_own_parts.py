@@ -66,13 +66,16 @@ COMBINATIONS = {
     "built-in model": {"data": named("Labelled"), "loss": named("torch.nn.CrossEntropyLoss", label_smoothing=0.1)},
     "model of transformers": {"model": named("llama")},
 }
+FOUND_IN_OTHERS = ("model", "model and accumulated", "function", "criterion")
 
 
 ON = pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
 @ON
-@pytest.mark.parametrize("name", COMBINATIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=pytest.mark.slow if one in FOUND_IN_OTHERS else []) for one in COMBINATIONS]
+)
 def test_own_parts_train_in_every_scope_to_eagers_bits(own, tmp_path, name, kind):
     parts = dict(COMBINATIONS[name])
     settings = [f"train.device={kind}", "train.deterministic=true"]
@@ -212,8 +215,15 @@ def test_a_loss_of_ones_own_is_what_it_says(own, tmp_path):
     torch.testing.assert_close(train(config, tmp_path).losses, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("scope", SCOPES)
-@pytest.mark.parametrize("parts", ["all", "another task", "model of transformers"])
+@pytest.mark.parametrize(
+    ("parts", "scope"),
+    [
+        *(("all", scope) for scope in SCOPES),
+        *(("another task", "full_iteration"), ("model of transformers", "per_layer")),
+        *(pytest.param("another task", scope, marks=pytest.mark.slow) for scope in ("none", "per_layer")),
+        *(pytest.param("model of transformers", scope, marks=pytest.mark.slow) for scope in ("none", "full_iteration")),
+    ],
+)
 def test_a_stopped_run_goes_on_with_the_same_bits(own, tmp_path, monkeypatch, stop_after, scope, parts):
     chosen = dict(COMBINATIONS[parts])
     settings = [f"graph={scope}", f"train.grad_accumulation={chosen.pop('accumulation', 1)}", "train.ema_decay=0.9"]
