@@ -11,8 +11,7 @@ from torch import nn
 
 from graphmod import CUDAGraphModule, graph_layers, ungraph
 from graphmod.step import gradients
-from tests.step.test_results import two
-from tests.support.harness import config, layered, loss_of, mlp, play, train, twins, wrapped
+from tests.support.harness import config, layered, loss_of, mlp, play, train, twins, two, wrapped
 
 HELD = {
     "the tensor": lambda grad: grad,

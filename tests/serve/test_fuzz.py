@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from docs.fields import known_fields
 from graphmod.serve.schema import ChatRequest, CompletionRequest
-from tests.serve.test_fields import known_fields
 from tests.support.served import POSITIONS, Served, alone, chat_model, tokenizer
 
 AT_ONCE = 12

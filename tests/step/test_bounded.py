@@ -8,8 +8,7 @@ from torch import nn
 
 from graphmod import CUDAGraphModule, graph_layers
 from graphmod.step.entry import Account
-from tests.step.test_results import two
-from tests.support.harness import config, layered, loss_of, mlp, play, twins, wrapped
+from tests.support.harness import config, layered, loss_of, mlp, play, twins, two, wrapped
 
 STEPS = 120
 

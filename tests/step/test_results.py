@@ -8,26 +8,7 @@ import torch
 from torch import nn
 
 from graphmod import CUDAGraphModule
-from tests.support.harness import config, layered, loss_of, mlp, play, train, twins, wrapped
-
-
-class Two(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([mlp("cpu"), nn.Sequential(nn.Linear(8, 8), nn.Tanh())])
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def two(device):
-    return Two().to(device)
-
-
-GRAPHS = {"whole": (wrapped, 2), "layers": (layered, 4)}
-graphs = pytest.mark.parametrize("graph", GRAPHS)
+from tests.support.harness import GRAPHS, config, graphs, loss_of, mlp, play, train, twins, two
 
 
 def run(build, step, device, graph, **settings):

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.step.test_results import GRAPHS, Two, graphs, two
-from tests.support.harness import loss_of, mlp, play, twins
+from tests.support.harness import GRAPHS, Two, graphs, loss_of, mlp, play, twins, two
 
 
 @graphs

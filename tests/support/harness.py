@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -291,3 +292,22 @@ def loss_of(output: Any) -> Tensor:
 
 def mlp(device: torch.device, width: int = 8) -> nn.Module:
     return nn.Sequential(nn.Linear(width, 16), nn.GELU(), nn.Linear(16, width)).to(device)
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([mlp("cpu"), nn.Sequential(nn.Linear(8, 8), nn.Tanh())])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def two(device):
+    return Two().to(device)
+
+
+GRAPHS = {"whole": (wrapped, 2), "layers": (layered, 4)}
+graphs = pytest.mark.parametrize("graph", GRAPHS)

@@ -107,3 +107,13 @@ KINDS = {
     "slow": Joined,
     "slow_bytes": ByT5Tokenizer,
 }
+
+
+def word_tokenizer(folder, texts):
+    """Of whole words, saved in a folder."""
+    words = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.train_from_iterator(texts, trainers.WordLevelTrainer(special_tokens=["<unk>", "<end>"]))
+    fast = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="<end>")
+    fast.save_pretrained(folder)
+    return fast

@@ -14,9 +14,9 @@ from graphmod.train.checkpoint import check_room
 from graphmod.train.folders import MANIFEST_FILE, DamagedCheckpoint, checkpoint_name, checkpoints, verify
 from graphmod.train.run import train
 from graphmod.train.step import TrainStep
+from tests.support.made_tokenizers import word_tokenizer
 from tests.support.processes import finished, shell
 from tests.support.settings import DROPOUT, ROOT, TINY
-from tests.train.test_data import word_tokenizer
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "missing", "no manifest"])

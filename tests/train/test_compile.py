@@ -21,7 +21,7 @@ from graphmod.train.step import TrainStep
 from graphmod.words import warn_once
 from tests.support.harness import assert_same, play
 from tests.support.harness import config as graph_config
-from tests.train.test_train_step import build, replays
+from tests.support.train_steps import build, replays
 
 SCOPES = ["per_layer", "full_iteration"]
 # Both compile the same layers, which takes long; `make test-all` has both.

@@ -17,6 +17,7 @@ from graphmod.train.batches import (
 from graphmod.train.data import Corpus, load_corpus, read_pieces, standard_library_files, text_files
 from graphmod.train.loss import PADDING
 from graphmod.train.settings import DataConfig, ModelConfig, Source
+from tests.support.made_tokenizers import word_tokenizer
 
 
 def text_data(*paths, **settings) -> DataConfig:
@@ -83,18 +84,6 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path, text):
         ConfigError, match=r"as written by save_pretrained of a tokenizer. transformers reports: .*[^:]$"
     ):
         load_corpus(text_data(text, tokenizer=str(tmp_path)), ModelConfig(), 0)
-
-
-def word_tokenizer(folder, texts):
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel(unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    words.train_from_iterator(texts, trainers.WordLevelTrainer(special_tokens=["<unk>", "<end>"]))
-    fast = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="<end>")
-    fast.save_pretrained(folder)
-    return fast
 
 
 def test_a_local_tokenizer_is_used_and_ends_each_file(tmp_path):

@@ -13,7 +13,7 @@ from graphmod.train.run import NonFiniteError, train
 from graphmod.train.step import TrainStep, next_token_loss
 from tests.support.harness import config as graph_config
 from tests.support.harness import play, twins
-from tests.train.test_train_step import build, graphs, replays, scopes, stepper
+from tests.support.train_steps import build, graphs, replays, scopes, stepper
 
 SCOPES = ["none", "per_layer", "full_iteration"]
 POISON = 31  # a token whose presence makes the loss NaN

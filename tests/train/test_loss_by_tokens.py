@@ -13,7 +13,7 @@ from graphmod.train.run import Evaluation
 from graphmod.train.settings import TrainGraphConfig
 from graphmod.train.step import TrainStep
 from tests.support.harness import assert_same, twins
-from tests.train.test_train_step import SCOPES, build, graphs, language_model, replays
+from tests.support.train_steps import SCOPES, build, graphs, language_model, replays
 
 CPU = torch.device("cpu")
 EAGER = TrainGraphConfig(scope="none")

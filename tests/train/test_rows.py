@@ -12,7 +12,7 @@ from graphmod.train.data import load_corpus
 from graphmod.train.loss import inputs_of
 from graphmod.train.run import train
 from graphmod.train.settings import DataConfig, Documents, ModelConfig, Source, TrainOn
-from tests.train.test_data import word_tokenizer
+from tests.support.made_tokenizers import word_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }} {% if m['role'] == 'assistant' %}"

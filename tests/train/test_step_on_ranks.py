@@ -12,7 +12,7 @@ from graphmod.train.parallel import shard, whole
 from graphmod.train.settings import TrainGraphConfig
 from graphmod.train.step import TrainStep
 from tests.support.ranks import in_group, on_ranks
-from tests.train.test_train_step import language_model
+from tests.support.train_steps import language_model
 
 SCOPES = ["per_layer", "full_iteration"]
 WHOLE = ["none", "full_iteration"]

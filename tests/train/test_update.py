@@ -11,7 +11,7 @@ from graphmod.train.run import train
 from graphmod.train.step import TrainStep
 from tests.support.harness import assert_same
 from tests.support.harness import config as graph_config
-from tests.train.test_train_step import build
+from tests.support.train_steps import build
 
 SHAPES = [(6, 4), (6, 4), (5,), (3, 2, 2), *[(4, 4)] * 19]
 
