@@ -60,6 +60,9 @@ try:
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
     from torch.utils._pytree import tree_map_only as tree_map_only
 
+    # what belongs to a thread, and goes along to those of autograd that run its backwards
+    has_in_thread, in_thread, put_in_thread = _C._is_key_in_tls, _C._get_obj_in_tls, _C._stash_obj_in_tls
+
     # modes of the thread
     is_grad_enabled = torch.is_grad_enabled
     is_inference_mode_enabled = torch.is_inference_mode_enabled
@@ -578,6 +581,9 @@ def self_test() -> None:
     key = dispatch_key("Fake")
     for name, works in (
         ("_C._is_any_autocast_enabled", lambda: any_autocast() in (True, False)),
+        ("_C._is_key_in_tls", lambda: has_in_thread("graphmod") in (True, False)),
+        ("_C._stash_obj_in_tls", lambda: (put_in_thread("graphmod: test", None), True)[1]),
+        ("_C._get_obj_in_tls", lambda: in_thread("graphmod: test") is None),
         ("_C._len_torch_dispatch_stack", lambda: dispatch_modes() >= 0),
         ("_C._len_torch_function_stack", lambda: function_modes() >= 0),
         ("fx._symbolic_trace", lambda: is_fx_tracing() in (True, False)),

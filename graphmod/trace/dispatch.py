@@ -32,8 +32,10 @@ from graphmod.torch_private import (
     dispatch_modes,
     exclude_key,
     has_fallback,
+    has_in_thread,
     has_kernel_for,
     higher_order_operators,
+    in_thread,
     include_key,
     is_compiling,
     is_subclass_like,
@@ -41,6 +43,7 @@ from graphmod.torch_private import (
     key_excluded,
     key_included,
     operator_names,
+    put_in_thread,
     without_modes,
 )
 from graphmod.trace.operations import Step, draws, facts, tensors_in
@@ -86,25 +89,16 @@ class Watcher(Sees, Protocol):
     def note_compilation(self) -> None: ...
 
 
-_at_work: list[Any] = []  # the recorders of this process
-
-
-class _OfThread(threading.local):
-    recorder: Any = None  # a `Watcher`, but for the self-test
-
-
-_of_thread = _OfThread()
+_NAME = "graphmod: recorder"  # of what a thread hands on to those of autograd, as it does the key
+_at_work: list[Any] = []  # the recorders of this process: each a `Watcher`, but for the self-test
 
 
 def current() -> Watcher | None:
     """The recorder that watches the present call; None where there is none, or where it looks away."""
     if not _at_work:  # before anything dearer is looked at
         return None
-    recorder = _of_thread.recorder
-    if recorder is not None:
-        return recorder
-    # A thread of autograd's is handed the key, and no recorder.
-    return _at_work[0] if len(_at_work) == 1 and by_key() else None
+    recorder = in_thread(_NAME) if has_in_thread(_NAME) else None
+    return recorder if recorder in _at_work else None
 
 
 def is_recording() -> bool:
@@ -127,7 +121,7 @@ def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
         if _hiding.get(identity(op)) is not False and _hides(op, args, kwargs):
             exclude_key(_KEY, False)
             return traced(op._op_dk, (getattr(DispatchKey, _COMPOSITE), *args), kwargs)
-        recorder = _of_thread.recorder or current()
+        recorder = current()
         return traced(op, args, kwargs) if recorder is None else recorder.see(op, args, kwargs)
     finally:
         try:
@@ -281,28 +275,30 @@ def _self_test() -> None:
 
 
 class _View:
-    """What this thread shows to whom. A context that puts it back as it was, however much of it was entered."""
+    """What this thread shows to whom. A context that puts it back as it was, however much of it was entered; left in
+    another thread, it changes nothing there."""
 
-    _before: tuple[Any, bool, bool, int] | None = None
+    _before: tuple[int, Any, bool, bool, int] | None = None
     _modes: Any = None  # what puts back the dispatch modes that were set aside
 
     def __enter__(self) -> None:
         included = key_included(_KEY)
         excluded = key_excluded(_KEY)
-        self._before = _of_thread.recorder, included, excluded, dispatch_modes()
+        self._before = threading.get_ident(), current(), included, excluded, dispatch_modes()
         self._change()
 
     def __exit__(self, *_: object) -> None:
+        thread, recorder, included, excluded, modes = self._before or (0, None, False, False, 0)
+        if thread != threading.get_ident():
+            return
         if self._modes is not None:
             self._modes.__exit__(None, None, None)
             self._modes = None
-        if self._before is not None:
-            recorder, included, excluded, modes = self._before
-            while dispatch_modes() > modes:
-                dispatch_mode_at(dispatch_modes() - 1).__exit__(None, None, None)
-            _of_thread.recorder = recorder
-            exclude_key(_KEY, excluded)
-            include_key(_KEY, included)
+        while dispatch_modes() > modes:
+            dispatch_mode_at(dispatch_modes() - 1).__exit__(None, None, None)
+        put_in_thread(_NAME, recorder)
+        exclude_key(_KEY, excluded)
+        include_key(_KEY, included)
 
     def _change(self) -> None:
         """Changes it."""
@@ -319,11 +315,10 @@ class _Showing(_View):
 
     def _change(self) -> None:
         _at_work.append(self._recorder)
-        if not self._in_backward:  # of which autograd takes the key away, whatever becomes of it
-            _of_thread.recorder = self._recorder
+        put_in_thread(_NAME, self._recorder)
         if self._keyed:
             include_key(_KEY, True)
-        elif not self._in_backward:
+        elif not self._in_backward:  # whatever becomes of that, autograd takes away all but modes
             Mode(self._recorder).__enter__()
 
     def __exit__(self, *_: object) -> None:
@@ -358,9 +353,9 @@ class hidden(_View):
     def _change(self) -> None:
         if has_key():
             include_key(_KEY, False)
-        elif _of_thread.recorder is not None:
+        elif current() is not None:
             self._set_modes_aside()
-        _of_thread.recorder = None
+        put_in_thread(_NAME, None)
 
 
 class beside_the_call(_View):
@@ -411,7 +406,7 @@ def replacements() -> list[tuple[Any, str, Any]]:
         recorder = current()
         if recorder is not None and by_key() and type(mode).__name__ == "FakeTensorMode":
             recorder.note_compilation() if is_compiling() else recorder.note_mode(mode)
-            _of_thread.recorder = None  # which sees nothing from here to the end of its call
+            put_in_thread(_NAME, None)  # it sees nothing from here to the end of its call
             include_key(_KEY, False)
         return push(mode, *args, **kwargs)
 

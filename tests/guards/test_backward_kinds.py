@@ -2,11 +2,13 @@
 combinations, and gives eager's numbers, call for call, whether its graph serves or it stays eager."""
 
 import collections
+import contextlib
 import functools
 import itertools
 import logging
 import queue
 import random
+import threading
 import types
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 from torch import nn
 
 from graphmod import CUDAGraphModule, graph_layers
+from graphmod.trace.recorder import Recorder
 from tests.support.harness import config
 
 STEPS = 16
@@ -318,6 +321,35 @@ def test_a_backward_that_reads_a_gradient_on_the_host_is_refused_before_its_capt
     assert call.stats.captures == 0
     assert len([one for one in caplog.records if one.name == "program"]) == 2 * STEPS  # in no capture
     assert f"in {read} (in the backward pass)" in call.last_failure
+
+
+@contextlib.contextmanager
+def a_thread_that_records():
+    begun, over = threading.Event(), threading.Event()
+
+    def record():
+        with Recorder():
+            begun.set()
+            over.wait(60)
+
+    thread = threading.Thread(target=record)
+    thread.start()
+    begun.wait(60)
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("place", [GradientInFunction, GradientInHook, GradientInModuleHook])
+def test_a_backward_is_refused_before_its_capture_while_another_thread_records(place):
+    eager, _ = play(place, reads_a_number, None, "", lambda model: model)
+    with a_thread_that_records():
+        graphed, call = play(place, reads_a_number, None, "", whole)
+    assert_same(eager, graphed)
+    assert call.stats.captures == 0
+    assert "in reads_a_number (in the backward pass)" in call.last_failure
 
 
 # -- hooks in C --------------------------------------------------------------------------------------------------------
