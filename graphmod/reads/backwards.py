@@ -152,8 +152,7 @@ class _Watch(Frames):
 
     def _stop(self) -> None:
         try:
-            if self.is_of_this_thread():
-                self._end_function()
+            self._end_function()
             self._leave()
         finally:
             if self.is_of_this_thread():

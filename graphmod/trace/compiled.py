@@ -129,22 +129,23 @@ def _ending(ends: Callable) -> Callable:
         top = _regions.open[-1] if _regions.open else None
         # Where an error comes before the last of the other calls, it is put back what was there before: nothing.
         if top is not None and (top[1] or (top[0] == id(sys._getframe(1)) and not callable(args[0]))):
-            leave(depth() - 1)
+            leave(regions(), len(regions()) - 1)
         return result
 
     return end
 
 
-def depth() -> int:
-    """In how many calls of compiled code this thread is."""
-    return len(_regions.open)
+def regions() -> list[list[Any]]:
+    """The calls of compiled code that this thread is in."""
+    return _regions.open
 
 
-def leave(depth: int) -> None:
-    """Leaves those calls that were not left as they should be, down to a number of them."""
-    while len(_regions.open) > depth:
-        _regions.open[-1][2].run()
-        _regions.open.pop()
+def leave(regions: list[list[Any]], depth: int) -> None:
+    """Leaves those of this thread's calls that were not left as they should be, down to a number of them; does nothing
+    about those of another thread, which leaves them itself."""
+    while regions is _regions.open and len(regions) > depth:
+        regions[-1][2].run()
+        regions.pop()
 
 
 _one_at_a_time = threading.RLock()  # these flags belong to the process

@@ -282,13 +282,14 @@ class Recorder:
         self._depth, self._undo = 0, Undo()
 
     def __enter__(self) -> Any:
-        depth = self._depth = compiled.depth()
+        regions = compiled.regions()
+        depth = self._depth = len(regions)
         try:
             asking(self, self._undo)
             if self.watching or not self.on_gpu:  # a GPU that captures does not tell
                 self._draws = Draws(self._gpu, list(self._generators))
             self._undo.enter(dispatch.shown_to(self, self._given, self._in_backward))
-            self._undo.then(lambda _: compiled.leave(depth))
+            self._undo.then(lambda _: compiled.leave(regions, depth))
         except BaseException:
             self._undo.run()
             raise
@@ -500,7 +501,7 @@ class Recorder:
 
     def _carefully(self, op: Any, about: Facts, args: tuple, kwargs: dict) -> Any:
         # What surrounds compiled code takes views as it sees fit: of arguments that are views themselves, for one.
-        if about.profiler or (about.views and compiled.depth()):
+        if about.profiler or (about.views and compiled.regions()):
             return _do(op, args, kwargs)
         code, line = (None, 0) if _node_of_now() is not None else user_frame()
         self.backward = self.backward or _node_of_now() is not None

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from graphmod import CUDAGraphModule, graph_layers
 from graphmod.reads.backwards import watches
+from graphmod.trace import dispatch
 from tests.support.harness import config
 
 STEPS = 14
@@ -459,6 +460,43 @@ def test_hooks_on_nodes_that_accumulate_gradients_keep_a_call_eager(whole_step, 
 
 
 CHANGES = ("for good", "there and back", "frozen", "frozen for good", "hook", "other thread", "skipped")
+
+
+class Waits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        Waits.begun.set()
+        assert Waits.over.wait(60)
+        return grad * 2
+
+
+def test_a_watch_that_another_thread_stops_leaves_nothing_behind():
+    """As the engine does where the last of a backward runs in another of its threads than the first."""
+    layer, numpy, left, stopped = nn.Linear(3, 3), torch.Tensor.numpy, [], []
+    call = CUDAGraphModule(lambda x: Waits.apply(layer(x)), config())
+
+    def backward(loss):
+        loss.backward()
+        left.extend((sys.gettrace(), dispatch.current()))
+
+    for _ in range(6):
+        layer.zero_grad()
+        Waits.begun, Waits.over = threading.Event(), threading.Event()
+        thread = threading.Thread(target=backward, args=(call(torch.ones(2, 3)).sum(),))
+        thread.start()
+        assert Waits.begun.wait(60)
+        for watch in list(watches.values()):
+            stopped.append(torch.Tensor.numpy is not numpy)
+            watch.stop()
+        left.append(None if torch.Tensor.numpy is numpy and not watches else "replacements")
+        Waits.over.set()
+        thread.join()
+        assert layer.bias.grad.tolist() == [4.0] * 3
+    assert set(left) == {None} and any(stopped)
 
 
 @pytest.mark.parametrize("way", WAYS)
