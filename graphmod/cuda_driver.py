@@ -3,6 +3,7 @@ of its own, and captured graphs that are edited. By NVIDIA's bindings, which PyT
 imported by the first call.
 """
 
+import re
 from typing import Any
 
 import torch
@@ -12,10 +13,21 @@ _KERNEL = 0  # CU_GRAPH_NODE_TYPE_KERNEL
 
 
 def bindings() -> Any:
-    """The module with the driver's functions, structures and enumerations."""
-    from cuda.bindings import driver
+    """The module with the driver's functions, structures and enumerations.
 
+    Raises:
+        ImportError: there is none; the message says what to install.
+    """
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise ImportError(f"cuda.bindings cannot be imported ({error}); {_install()}") from error
     return driver
+
+
+def _install() -> str:
+    version = "" if torch.version.cuda is None else f"=={torch.version.cuda.partition('.')[0]}.*"
+    return f"install NVIDIA's bindings: pip install -U 'cuda-bindings{version}'"
 
 
 def call(name: str, *arguments: Any) -> Any:
@@ -24,12 +36,14 @@ def call(name: str, *arguments: Any) -> Any:
     Raises:
         ImportError: there are no bindings.
         torch.OutOfMemoryError: there is not enough memory.
-        RuntimeError: anything else; the message has the driver's words. Also where there is no driver, or it has no
-            such function.
+        RuntimeError: anything else; the message has the driver's words. Also where there is no driver, or it or the
+            bindings have no such function.
     """
     driver = bindings()
     # The bindings of CUDA 13 leave the number of a version out of names.
-    function = getattr(driver, name, None) or getattr(driver, name.rpartition("_v")[0])
+    function = getattr(driver, name, None) or getattr(driver, re.sub(r"_v\d+$", "", name), None)
+    if function is None:
+        raise RuntimeError(f"the cuda.bindings that are installed have no {name}; {_install()}")
     status, *found = function(*arguments)
     if status:
         failed, words = driver.cuGetErrorString(status)

@@ -237,7 +237,7 @@ class CudaBackend:
                 try:
                     spread(graphs[place].raw_cuda_graph(), spans[place])
                 except Exception as error:  # an older driver: slower, but the same
-                    log.debug("multi-tensor operations of a graph stay as they are: %s", error)
+                    _say_unparted(str(error))
                 graphs[place].instantiate()
                 launches.append(launcher(graphs[place]))
             segments.append(launches)
@@ -342,7 +342,7 @@ class CudaBackend:
         try:
             return last_captured(self.stream.cuda_stream)
         except Exception as error:  # an older driver
-            log.debug("multi-tensor operations stay as they are: %s", error)
+            _say_unparted(str(error))
             return None
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, pool: CudaPool, spare: list) -> None:
@@ -404,6 +404,16 @@ def _extent(tensor: Tensor) -> int:
     """The bytes from its first element to the end of its last."""
     steps = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     return (steps + 1) * tensor.element_size()
+
+
+@functools.cache
+def _say_unparted(why: str) -> None:
+    """Says, once in a process, why `spread` cannot work."""
+    log.warning(
+        "the kernels of multi-tensor operations (an optimizer's step, the norm of gradients) run one after the other "
+        "in graphs: the same numbers, but slower than side by side: %s",
+        why,
+    )
 
 
 def spread(graph: int, operations: Iterable[tuple[int, int]]) -> int:

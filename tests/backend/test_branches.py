@@ -1,6 +1,8 @@
 """The launches of one multi-tensor operation run side by side where they do not depend on each other."""
 
 import itertools
+import sys
+import types
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch import nn
 from graphmod import CUDAGraphModule
 from graphmod.backend import cuda
 from graphmod.backend.cuda import divisible, spread
-from graphmod.cuda_driver import kernel_name, neighbours, nodes
+from graphmod.cuda_driver import call, kernel_name, neighbours, nodes
 from tests.support.harness import config
 
 MANY = 400  # tensors, enough for several launches of any kind
@@ -240,3 +242,25 @@ def test_clipping_and_a_fused_step_over_many_parameters(optimizer, settings, cli
         assert all(map(torch.equal, ours, theirs))
         assert all(map(torch.equal, sides[0][0].parameters(), sides[1][0].parameters()))
     assert graphed.stats.replays >= 6 and parted(graphed) >= (3 if clip else 1)
+
+
+@pytest.mark.parametrize("lacking", ["bindings", "function"])
+def test_what_keeps_launches_in_one_chain_is_said_once_with_the_remedy(lacking, monkeypatch, caplog):
+    bindings = types.ModuleType("cuda.bindings")
+    bindings.driver = types.ModuleType("cuda.bindings.driver")
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None if lacking == "bindings" else bindings)
+    stream = types.SimpleNamespace(cuda_stream=0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    cuda._say_unparted.cache_clear()
+    for _ in range(3):
+        assert cuda.CudaBackend._last_captured(types.SimpleNamespace(device=None, stream=stream)) is None
+    (said,) = [one.getMessage() for one in caplog.records]
+    assert "one after the other" in said and "pip install -U 'cuda-bindings" in said
+    assert ("cuStreamGetCaptureInfo_v3" if lacking == "function" else "cuda.bindings") in said
+
+
+@pytest.mark.parametrize("name", ["cuMemCreate", "cuStreamGetCaptureInfo_v3"])
+def test_bindings_that_lack_a_function_are_an_error_that_callers_expect(name, monkeypatch):
+    monkeypatch.setattr("graphmod.cuda_driver.bindings", lambda: types.ModuleType("driver"))
+    with pytest.raises(RuntimeError, match=f"have no {name}; install"):
+        call(name)
