@@ -208,12 +208,13 @@ class Chance:
 
 
 def _state(generator: Any) -> Any:
-    """Where a generator is; None of one whose class keeps no state, or none yet."""
+    """Where a generator is; of one that cannot tell, another value each time, so that it counts as drawn from. The
+    system's has no state: of its draws `Chance.ask_system` is told."""
     try:
-        return comparable(state_of(generator))
+        return None if isinstance(generator, random.SystemRandom) else comparable(state_of(generator))
     except Exception as error:
         let_through(error)
-        return None
+        return object()
 
 
 def _is_generator(value: Any) -> bool:

@@ -241,6 +241,26 @@ def test_numbers_of_the_system_keep_the_call_eager(draw):
     assert "draws random numbers on the host" in wrapper.last_failure
 
 
+class WithoutState(random.Random):
+    def getstate(self):
+        raise NotImplementedError
+
+
+class Legacy(np.random.RandomState):
+    def get_state(self, legacy=True):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("kind", [WithoutState, Legacy])
+@pytest.mark.parametrize("used", [lambda one: one.uniform(0, 1), lambda one: sum(map(one.uniform, [0], [1]))])
+def test_a_generator_that_does_not_tell_its_state_keeps_the_call_eager(used, kind):
+    generator, twin = kind(0), kind(0)
+    wrapper = CUDAGraphModule(lambda x: x * used(generator), config())
+    for _ in range(8):
+        assert torch.equal(wrapper(torch.ones(2)), torch.ones(2) * used(twin))
+    assert "draws random numbers on the host" in wrapper.last_failure
+
+
 class Counting(list):
     asked = 0
 
