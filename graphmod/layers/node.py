@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
 
 from graphmod.errors import BackwardUnavailable
 from graphmod.guards.hooks import has_gradient_hooks, without_gradient_hooks
@@ -157,7 +158,7 @@ def _graph_for(ticket: Ticket, grads: tuple[Tensor | None, ...], pending: set[in
         pending |= _used_later(ticket)
         others = pending | group.stash.keys()
         # Nobody can tell of the witness, which autograd always visits, whether eager code uses it.
-        shared = [p for p in graph.direct if id(p) in others or (p is not graph.witness and _is_accumulated(p))]
+        shared = [p for p in graph.direct if id(p) in others or (p is not graph.witness and will_run(_accumulator(p)))]
         if shared:
             # Captured anew with these gradients going through autograd; this once, summed up here.
             group.share(shared)
@@ -238,17 +239,17 @@ def _used_later(ticket: Ticket) -> set[int]:
 
 def _wanted(parameter: Tensor) -> bool:
     """Whether the present backward, which is not a plain one, was asked for this parameter's gradient."""
+    accumulator = _accumulator(parameter)
     try:
-        return _is_accumulated(parameter)
-    except RuntimeError:  # autograd does not answer for leaves that torch.autograd.grad was asked for
+        return will_run(accumulator)
+    except RuntimeError:  # in a backward, autograd refuses to answer only for a leaf that torch.autograd.grad asks for
         return True
 
 
-def _is_accumulated(parameter: Tensor) -> bool:
-    """Whether autograd itself is going to accumulate into this parameter in the present backward."""
+def _accumulator(parameter: Tensor) -> Node:
+    """The node by which autograd itself accumulates into a parameter."""
     with torch.enable_grad():
-        accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
-    return will_run(accumulator)
+        return get_gradient_edge(parameter).node
 
 
 def _is_as_recorded(graph: LayerGraph, grads: tuple[Tensor | None, ...]) -> bool:
