@@ -12,6 +12,7 @@ reached elsewhere. Three kinds of names are kept here:
 """
 
 import contextlib
+import ctypes
 import functools
 import importlib
 import inspect
@@ -61,7 +62,7 @@ try:
     from torch.utils._pytree import tree_map_only as tree_map_only
 
     # what belongs to a thread, and goes along to those of autograd that run its backwards
-    has_in_thread, in_thread, put_in_thread = _C._is_key_in_tls, _C._get_obj_in_tls, _C._stash_obj_in_tls
+    has_in_thread, in_thread, _put_in_thread = _C._is_key_in_tls, _C._get_obj_in_tls, _C._stash_obj_in_tls
 
     # modes of the thread
     is_grad_enabled = torch.is_grad_enabled
@@ -537,6 +538,28 @@ def weak_reference(value: Any) -> weakref.ref:
     if isinstance(value, _NEVER_WEAKLY):
         raise TypeError(f"a weak reference to {type(value).__name__} would outlive it")
     return weakref.ref(value)
+
+
+def _takes_references() -> bool:
+    """Whether what is handed to `_stash_obj_in_tls` loses a reference, as before PyTorch 2.13."""
+    value = object()
+    held, before = [value], sys.getrefcount(value)
+    _put_in_thread("graphmod: test", value)
+    _put_in_thread("graphmod: test", None)
+    lost = before - sys.getrefcount(value)
+    for one in (*held * lost, *[None] * lost):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
+    return lost > 0
+
+
+_to_be_given = _takes_references()
+
+
+def put_in_thread(name: str, value: Any) -> None:
+    """Has this thread, and those of autograd that run its backwards from here on, know a value by a name."""
+    if _to_be_given:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    _put_in_thread(name, value)
 
 
 def settle_attention_order(device: torch.device) -> None:

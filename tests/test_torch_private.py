@@ -247,3 +247,13 @@ def test_what_is_needed_and_is_not_there_is_named_with_the_version():
 def test_an_object_without_what_is_needed_is_told_of():
     assert torch_private.lacking("FSDPParam", object()) == f"FSDPParam of torch {torch.__version__} has no _module_info"
     assert torch_private.lacking("Tensor", torch.ones(1)) is None
+
+
+def test_a_value_of_a_thread_keeps_its_references():
+    value = object()
+    before = sys.getrefcount(value)
+    for _ in range(3):
+        torch_private.put_in_thread("test", value)
+        assert torch_private.in_thread("test") is value
+    torch_private.put_in_thread("test", None)
+    assert sys.getrefcount(value) == before
