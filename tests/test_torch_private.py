@@ -30,6 +30,7 @@ LISTED = {name for names in torch_private.ATTRIBUTES.values() for name in names}
 OF_OTHER_LIBRARIES = {
     *("_replace", "_getframe", "_exit", "_is_owned", "_parse_exception_table", "_slotnames", "_lru_cache_wrapper"),
     *("_inst", "_actions", "_option_string_actions"),  # random, argparse
+    *("_get_value", "_is_mine", "_b_base_", "_objects"),  # multiprocessing, ctypes
     *("_rand", "_bit_generator", "_return_value"),  # numpy, hydra
     *("_attn_implementation", "_global_mapping", "_decode", "_active_collector", "_hf_peft_config_loaded"),
 }

@@ -5,6 +5,7 @@ what helps, there and where something changes from one call to the next.
 from __future__ import annotations
 
 import inspect
+import queue
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -14,13 +15,28 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.guards.notes import Note, Notes, geometry
-from graphmod.guards.values import MISSING, Cached, Cell, content_now, describe, is_plain, kind_of, same_content
+from graphmod.guards.values import (
+    BUFFERS,
+    MISSING,
+    STATE_OF_LOCK,
+    Answer,
+    Cached,
+    Cell,
+    Subclasses,
+    content_now,
+    describe,
+    is_plain,
+    kind_of,
+    same_content,
+)
 from graphmod.trace.lines import location
 from graphmod.trace.recorder import Recorder
 
 NOT_REPLAYED = "which a replay would not do"
 KEEP = "keep it in a tensor that is changed in place, or pass it as an argument"
 KEEP_ITEMS = "do that after the call, with what the call returns"
+KEEP_LOCK = "take it and release it inside the call, or outside"
+REGISTER = "register classes before the call"
 KEEP_COUNT = (
     f"{KEEP}. If it counts microbatches, capture forward and backward only, and call optimizer.step() outside, after "
     "the last of them"
@@ -141,10 +157,14 @@ def all_changes(notes: Notes) -> Iterator[Change]:
             told.add(id(note.owner))
             yield _change_of(note, kept_by.get(id(note.owner)))
     yield from _changed_tensors(notes)
+    yield from _kept_locks(notes)
     for value, items, where in notes.contents.values():
         if id(value) not in replaced and id(value) not in told and not same_content(items, content_now(value)):
             keeper = kept_by.get(id(value))
-            effect = f"changes the items of a {kind_of(value)}{_of(keeper)} as it runs"
+            if isinstance(value, Answer):
+                effect = _changes(value.of, items[0], content_now(value)[0])
+            else:
+                effect = f"changes the items of a {kind_of(value)}{_of(keeper)} as it runs"
             yield Change(effect, lines_of(where), against_change(value, None, items, keeper), id(value))
         elif isinstance(value, Cached) and (kept := value.came_to_hold()):
             effect = f"is the first to call {value.function!r}, which keeps its result (one {type(kept[0]).__name__})"
@@ -154,9 +174,20 @@ def all_changes(notes: Notes) -> Iterator[Change]:
 def _change_of(note: Note, keeper: Any) -> Change:
     """The change of what is at one place, which `keeper` uses; see `keepers`."""
     was, now, name = note.before(), note.now(), name_of(note)
-    before = "what is gone" if note.gone else describe(was)
-    effect = f"changes {name}{_of(keeper)} from {before} to {describe(now)} as it runs"
+    effect = _changes(f"{name}{_of(keeper)}", was, now, note.gone)
     return Change(effect, lines_of(note.where), against_change(note.owner, note.key, was, keeper), id(note.owner))
+
+
+def _changes(name: str, was: Any, now: Any, gone: bool = False) -> str:
+    return f"changes {name} from {'what is gone' if gone else describe(was)} to {describe(now)} as it runs"
+
+
+def _kept_locks(notes: Notes) -> Iterator[Change]:
+    """Locks that the call took and has still."""
+    for taken in notes.taken.values():
+        was, now = taken.before, taken.answer.content()[0]
+        if taken.times and was != now and id(taken.answer) not in notes.contents:
+            yield Change(_changes(STATE_OF_LOCK, was, now), lines_of(taken.where), KEEP_LOCK)
 
 
 def _changed_tensors(notes: Notes) -> Iterator[Change]:
@@ -233,7 +264,11 @@ def against_change(owner: Any, key: Any, was: Any, keeper: Any) -> str:
         return "call what it holds where nothing is trained: ddp.module(...)"
     if isinstance(owner, nn.Module) and key == "training":
         return "call train() and eval() outside of the captured call"
-    if isinstance(owner, (list, deque)) and key is None:
+    if isinstance(owner, Subclasses):
+        return REGISTER
+    if isinstance(owner, Answer):
+        return KEEP_LOCK if owner.of == STATE_OF_LOCK else KEEP_ITEMS
+    if isinstance(owner, BUFFERS) or (isinstance(owner, (list, deque, set, queue.SimpleQueue)) and key is None):
         return KEEP_ITEMS
     return KEEP_COUNT if type(was) is int else KEEP
 

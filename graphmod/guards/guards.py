@@ -24,6 +24,7 @@ from graphmod.guards.notes import Note, Notes
 from graphmod.guards.values import (
     CONTAINERS,
     MISSING,
+    Answer,
     Cell,
     Fields,
     Kind,
@@ -136,6 +137,8 @@ class Contents:
 
     def _difference(self, value: Any, items: tuple, where: tuple) -> str:
         """What is different in a container, in words."""
+        if isinstance(value, Answer):
+            return differs(value.of, None, items[0], content_now(value)[0], where)
         half = len(items) // 2
         if isinstance(value, dict) and list(value) == list(items[:half]):
             for key, was in zip(value, items[half:], strict=True):

@@ -25,6 +25,8 @@ from graphmod.guards.values import (
     MISSING,
     OBJECT,
     OTHER,
+    POINTER,
+    STATE_OF_LOCK,
     UNKNOWN,
     Answer,
     Cached,
@@ -36,6 +38,7 @@ from graphmod.guards.values import (
     Place,
     Slots,
     Subclasses,
+    behind,
     bound_to,
     content,
     content_now,
@@ -57,6 +60,7 @@ from graphmod.guards.values import (
     same,
     same_content,
     sort_of,
+    state_of_lock,
 )
 from graphmod.ranks.fully_shard import held_between_calls
 from graphmod.torch_private import FunctionBase, weak_reference
@@ -336,6 +340,22 @@ class Note:
         return not same(before, now)
 
 
+class TakenLock:
+    """A lock that the call itself has taken, which is no change as long as it gives it back.
+
+    Attributes:
+        answer: tells its state.
+        before: what that was before the call first took it, at `where`.
+        times: how often the call has taken it and not given it back.
+    """
+
+    __slots__ = ("answer", "before", "times", "where")
+
+    def __init__(self, answer: Answer, where: tuple) -> None:
+        self.answer, self.where, self.times = answer, where, 0
+        (self.before,) = answer.content()
+
+
 class Notes:
     """Collects notes on what code reads of what was there before it, and on where that lives.
 
@@ -359,6 +379,7 @@ class Notes:
         unseen: why nobody could look on; "" where somebody could.
         gradient_at: where code first looked at, or set, the gradient of a leaf tensor.
         of_classes: identity of the attributes of a class -> the view of them that notes are on.
+        taken: those locks, by identity, that code has taken.
     """
 
     def __init__(self, ages: Ages, host_draws: HostDraws | None = None) -> None:
@@ -379,6 +400,7 @@ class Notes:
         self.unseen = ""
         self.gradient_at: tuple | None = None
         self.of_classes: dict[int, types.MappingProxyType] = {}
+        self.taken: dict[int, TakenLock] = {}
         self._walked: dict[int, nn.Module] = {}
         self._in_classes: dict[tuple[int, str], Place | None] = {}
         self._kinds: dict[int, type] = {}  # kept, so that their identities stay theirs
@@ -406,7 +428,7 @@ class Notes:
     def following(self) -> Notes:
         """Notes on what the same call reads from here on."""
         later = Notes(self.ages)
-        later.chance, later.of_classes = self.chance, self.of_classes
+        later.chance, later.of_classes, later.taken = self.chance, self.of_classes, self.taken
         return later
 
     def take_in(self, later: Notes) -> None:
@@ -511,9 +533,30 @@ class Notes:
         if len(cached.content()) <= _MOST_CACHED:
             self.note_items(cached)
 
-    def asked(self, owner: Any, of: str, ask: Callable[[], Any]) -> None:
+    def asked(self, owner: Any, of: str, ask: Callable[[Any], Any]) -> None:
         """Takes in that code asks something of an object, which only a function in C can tell."""
-        self.note_items(self._held_by(owner, of, lambda _: Answer(of, ask)))
+        self.note_items(self._answer(owner, of, ask))
+
+    def _answer(self, owner: Any, of: str, ask: Callable[[Any], Any]) -> Any:
+        return self._held_by(owner, of, lambda _: Answer(of, partial(ask, owner)))
+
+    def asks_lock(self, lock: Any) -> None:
+        """Takes in that code asks whether a lock is free; not of one that it has itself, which the next has as well."""
+        if identity(lock) not in self.taken or not self.taken[identity(lock)].times:
+            self.asked(lock, STATE_OF_LOCK, state_of_lock)
+
+    def takes_lock(self, lock: Any) -> None:
+        """Takes in that code waits for a lock, as nobody does before a replay."""
+        if identity(lock) not in self.taken:
+            answer = self._answer(lock, STATE_OF_LOCK, state_of_lock)
+            self.taken[identity(lock)] = TakenLock(answer, self.here())
+        self.taken[identity(lock)].times += 1
+
+    def gives_lock_back(self, lock: Any) -> None:
+        """Takes in that code gives back a lock, which somebody else may have taken."""
+        self.asks_lock(lock)
+        if identity(lock) in self.taken:
+            self.taken[identity(lock)].times = max(0, self.taken[identity(lock)].times - 1)
 
     def asked_class(self, kind: type, of: Any) -> None:
         """Takes in that code asks whether a class is a subclass of others, with which some may be registered."""
@@ -556,6 +599,10 @@ class Notes:
             return self.attribute(owner.__func__, name)
         if kind in _PROXIES:
             return self.attribute(self._behind(owner), name)
+        if issubclass(kind, POINTER) and name == "contents":
+            self._old_pointer(owner)
+            self.asked(owner, "what a pointer leads to", behind)
+            return UNKNOWN
         self._kind(owner)
         if name == "__dict__":
             held = self._class_dict(owner) if isinstance(owner, type) else dict_of(owner)
@@ -713,7 +760,12 @@ class Notes:
 
     def item(self, owner: Any, key: Any) -> Any:
         """The value of an item, noted; MISSING, UNKNOWN or CODE where there is none to be had."""
+        if isinstance(owner, POINTER):
+            self._old_pointer(owner, whole=type(key) is not int)
         place = find_item(owner, key)
+        if place is None and isinstance(owner, POINTER):  # a structure
+            self.asked(owner, f"item {key} that a pointer leads to", partial(behind, index=key))
+            return CODE
         if place is None:
             self.note_items(owner)
             return CODE
@@ -722,6 +774,14 @@ class Notes:
         else:
             self._note(owner, place)
         return place.value
+
+    def _old_pointer(self, pointer: Any, whole: bool = False) -> None:
+        """Raises an error unless what a pointer leads to can be found again."""
+        if whole or not self.ages.is_old(pointer):
+            raise ValueError(
+                "of what pointers of ctypes lead to, only `pointer.contents` and single items (`pointer[0]`) of one "
+                "that was made outside can be compared; pass the rest as a tensor"
+            )
 
     def _in_tuple(self, owner: tuple, value: Any) -> None:
         """Takes in an item of a tuple, which stays there for as long as the tuple does."""

@@ -4,12 +4,14 @@ is inside values that can change; when two are the same to code that reads them.
 
 import abc
 import array
+import contextlib
 import contextvars
 import ctypes
 import datetime
 import decimal
 import functools
 import gc
+import importlib
 import io
 import mmap
 import pathlib
@@ -317,6 +319,8 @@ _SETS = (set, frozenset)
 _MAPPINGS = (dict, types.MappingProxyType)
 CONTAINERS = (*_SEQUENCES, *_SETS, *_MAPPINGS)
 _OF_CTYPES = ctypes.Structure.__bases__
+POINTER: type = ctypes.POINTER(ctypes.c_int).__bases__[0]
+"""The class of all pointers of ctypes."""
 BUFFERS = (array.array, bytearray, memoryview, mmap.mmap, *_OF_CTYPES)
 """Kinds of values that show memory as bytes, whoever else writes there."""
 _MOST_BYTES, _MOST_DIGESTED = 2**20, 2**26  # of an array: kept for comparing, and looked through, at each call
@@ -414,7 +418,7 @@ class Answer:
     """What a function in C tells of what it alone can see, such as whether a lock is taken: asked again to compare.
 
     Args:
-        of: what it is asked about, in words.
+        of: what it tells, in words.
     """
 
     def __init__(self, of: str, ask: Callable[[], Any]) -> None:
@@ -424,11 +428,22 @@ class Answer:
         return (self._ask(),)
 
 
+_SEMAPHORE: Any = importlib.import_module("_multiprocessing").SemLock  # of `multiprocessing`
+LOCKS = _LOCK, _RLOCK, _ = type(threading.Lock()), type(threading.RLock()), _SEMAPHORE
+"""Kinds of locks."""
+STATE_OF_LOCK = "the state of a lock"
+
+
+def state_of_lock(lock: Any) -> str:
+    """Whether a lock is free, or who has it, in words."""
+    if isinstance(lock, _SEMAPHORE):
+        return f"{lock._get_value()} left{', its own' if lock._is_mine() else ''}"
+    return _RLOCK.__repr__(lock) if isinstance(lock, _RLOCK) else "taken" if lock.locked() else "free"
+
+
 def kind_of(value: Any) -> str:
     """The kind of a container, in words."""
-    if isinstance(value, Subclasses):
-        return "registry of abstract classes"
-    return value.of if isinstance(value, Answer) else type(value).__name__
+    return "registry of abstract classes" if isinstance(value, Subclasses) else type(value).__name__
 
 
 def is_plain(value: Any) -> bool:
@@ -525,14 +540,43 @@ def content_now(value: Any) -> tuple:
         return (MISSING,)
 
 
+def behind(pointer: Any, index: int = 0) -> Any:
+    """What a pointer of ctypes leads to, as bytes: `pointer[index]`."""
+    return _bytes_of(pointer[index] if index else pointer.contents)
+
+
+_whole: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary()  # the sizes of mapped files at first
+
+
+def _mapped_by(value: Any) -> mmap.mmap | None:
+    """The mapped memory that a value is a view of."""
+    while not isinstance(value, mmap.mmap):
+        if isinstance(value, memoryview):
+            value = value.obj
+        elif isinstance(value, numpy.ndarray):
+            value = value.base
+        elif isinstance(value, _OF_CTYPES):
+            kept = value._objects  # of what was made `from_buffer`, a view of that; a cast may keep itself
+            views = kept.values() if type(kept) is dict else (kept,)
+            view = next((one for one in views if type(one) is memoryview), None)
+            value = view if value._b_base_ is None else value._b_base_
+        else:
+            return None
+    return value
+
+
 def _size_of(value: Any) -> int:
     """The size in bytes of memory that a value shows.
 
     Raises:
         ValueError: it is that of a file, which may be cut off at any time; or it was released.
     """
-    if isinstance(getattr(value, "obj", value) if type(value) is memoryview else value, mmap.mmap):
+    mapped = _mapped_by(value)
+    if mapped is not None and isinstance(value, (mmap.mmap, memoryview)):
         raise ValueError("of mapped memory only single items (`mapped[0]`) can be compared; pass the rest as a tensor")
+    with contextlib.suppress(OSError):  # it is of no file
+        if mapped is not None and mapped.size() < max(len(mapped), _whole.setdefault(mapped, mapped.size())):
+            raise ValueError("it shows memory of a file that was cut off; pass it as a tensor")
     if isinstance(value, _OF_CTYPES):
         return ctypes.sizeof(value)
     if isinstance(value, (numpy.ndarray, memoryview)):
@@ -558,7 +602,7 @@ def _bytes_of(value: Any) -> bytes | int:
 _NAMED = (Tensor, str, nn.Module, type, types.ModuleType)
 _LEADING = (
     *(types.FunctionType, types.MethodType, types.BuiltinMethodType, types.MethodDescriptorType),
-    *(staticmethod, classmethod, property, torch.Generator),
+    *(staticmethod, classmethod, property, torch.Generator, *LOCKS),
 )
 INERT, OBJECT, OTHER = range(3)
 """Sorts of values. To use one, or to look into it, tells nothing; no more than its class; more than that. What its

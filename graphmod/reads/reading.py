@@ -8,6 +8,7 @@ What functions in C read of their arguments is in `_in_c`.
 from __future__ import annotations
 
 import abc
+import ctypes
 import dis
 import functools
 import gc
@@ -17,7 +18,6 @@ import os
 import random
 import re
 import sys
-import threading
 import types
 import warnings
 import weakref
@@ -35,6 +35,7 @@ from graphmod.guards.values import (
     CONTAINERS,
     HELD_IN,
     INERT,
+    LOCKS,
     MISSING,
     OTHER,
     UNKNOWN,
@@ -98,14 +99,9 @@ def _tells_nothing(function: Any, kind: type) -> bool:
 
 
 class Reading:
-    """Notes what instructions read.
-
-    Attributes:
-        taken: the identities of the locks that the code itself has taken.
-    """
+    """Notes what instructions read."""
 
     def __init__(self, notes: Notes) -> None:
-        self.taken: set[int] = set()
         self._notes = notes
         self._draws = notes.chance.draws
         self._globals: set[tuple[int, str, str]] = set()  # which were looked at: identity of the dict, name, file
@@ -151,9 +147,12 @@ class Reading:
         drawn."""
 
     def enter(self, frame: FrameType, argument: Any, values: list) -> None:
-        if type(values[0]) is _LOCK:
-            _takes_lock(self, None, values)
+        if isinstance(values[0], LOCKS):
+            self._notes.takes_lock(values[0])
         self.each(frame, argument, values)
+
+    def leave_by_error(self, frame: FrameType, argument: Any, values: list) -> None:
+        self.called(values[0], [])
 
     def compare(self, frame: FrameType, how: str, values: list) -> None:
         self.each(frame, how, values)
@@ -339,7 +338,7 @@ class Reading:
         if reads is None and kind is types.BuiltinMethodType:  # of an object, where it is one's
             place = find_in_classes(type(function.__self__).__mro__, function.__name__)
             if place is not None and identity(place.value) in _in_c:
-                self.called(place.value, [function.__self__, *given], used)
+                self.called(place.value, [notes.belongs(function.__self__, function), *given], used)
                 return
         if kind is types.FunctionType:
             notes.function(function)
@@ -490,19 +489,27 @@ def _classes(kinds: Any) -> Iterator[Any]:
 
 def _length(reading: Reading, function: Any, given: list) -> None:
     if identity(type(given[0])) in _BUFFERS:
-        reading._notes.asked(given[0], f"length of one {type(given[0]).__name__}", given[0].__len__)
+        kind = type(given[0])
+        reading._notes.asked(given[0], f"the length of one {kind.__name__}", kind.__len__)
 
 
-def _is_locked(reading: Reading, function: Any, given: list) -> None:
-    if identity(given[0]) not in reading.taken or not given[0].locked():
-        reading._notes.asked(given[0], "lock", given[0].locked)
+def _asks_lock(reading: Reading, function: Any, given: list) -> None:
+    reading._notes.asks_lock(given[0])
 
 
 def _takes_lock(reading: Reading, function: Any, given: list) -> None:
-    """With arguments it may give up, and says so: then it asks. Else it waits, as nobody does before a replay."""
+    """With arguments it may give up, and says so: then it asks."""
     if len(given) > 1:
-        _is_locked(reading, function, given)
-    reading.taken.add(identity(given[0]))
+        reading._notes.asks_lock(given[0])
+    reading._notes.takes_lock(given[0])
+
+
+def _gives_lock_back(reading: Reading, function: Any, given: list) -> None:
+    reading._notes.gives_lock_back(given[0])
+
+
+def _by_address(reading: Reading, function: Any, given: list) -> None:
+    raise ValueError("what lies at an address cannot be found again; read it outside, and pass it as a tensor")
 
 
 def _warns(reading: Reading, function: Any, given: list) -> None:
@@ -523,7 +530,11 @@ def _mapped(reading: Reading, function: Any, given: list) -> None:
             reading.called(given[0], list(row))
 
 
-_LOCK = type(threading.Lock())
+_LOCKED = ("locked", "locked_lock", "_is_owned", "_recursion_count", "_get_value", "_is_zero", "_is_mine", "_count")
+_ACQUIRE, _RELEASE = ("acquire", "acquire_lock", "__enter__"), ("release", "release_lock", "__exit__")
+_KINDS_OF_MEMORY: list[Any] = [
+    *map(type, (ctypes.c_int, ctypes.Structure, ctypes.Union, ctypes.Array, ctypes.POINTER(ctypes.c_int)))
+]
 _FIELDS, _PARTS = re.compile(r"\{([^{}!:]+)"), re.compile(r"([.\[])([^.\[\]]+)")
 _BY_NAME = (getattr, hasattr, setattr, delattr, object.__getattribute__, object.__setattr__, object.__delattr__)
 _in_c: dict[int, Callable] = {  # by identity of the function
@@ -533,9 +544,15 @@ _in_c: dict[int, Callable] = {  # by identity of the function
     identity(map): _mapped,
     identity(dir): _names_of,
     **{identity(one): _kind_asked for one in (isinstance, issubclass)},
-    identity(_LOCK.locked): _is_locked,
-    identity(_LOCK.acquire): _takes_lock,
+    **{
+        identity(vars(kind)[name]): reads
+        for names, reads in ((_LOCKED, _asks_lock), (_ACQUIRE, _takes_lock), (_RELEASE, _gives_lock_back))
+        for kind in LOCKS
+        for name in vars(kind).keys() & names
+    },
     identity(warnings.warn): _warns,
+    **{identity(one): _by_address for one in (ctypes.string_at, ctypes.wstring_at, ctypes.memmove)},
+    **{identity(one.from_address): _by_address for one in _KINDS_OF_MEMORY},
     **{identity(one): _formatted for one in (str.format, str.format_map)},
     identity(float): _number,
     identity(torch.Tensor.item): _number,
@@ -582,6 +599,7 @@ _STEPS: dict[str, tuple[Callable, int]] = {
         (Reading.each, 1),
     ),
     "BEFORE_WITH": (Reading.enter, 1),
+    "WITH_EXCEPT_START": (Reading.leave_by_error, 4),
     "FORMAT_WITH_SPEC": (Reading.each, 2),
 }
 if sys.version_info < (3, 13):

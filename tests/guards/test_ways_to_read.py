@@ -15,6 +15,7 @@ import operator
 import os
 import queue
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -362,6 +363,44 @@ def lock_that_is_tried():
 
 
 @way
+def lock_of_one_thread_that_is_tried():
+    one = threading.RLock()
+
+    def function(x):
+        if one.acquire(blocking=False):
+            one.release()
+            return x * 0.5
+        return x * 3.0
+
+    return function, lambda: ThreadPoolExecutor(1).submit(one.acquire, False).result()
+
+
+@way
+def event_of_several_processes():
+    one = multiprocessing.Event()
+    return lambda x: x * (3.0 if one.is_set() else 0.5), one.set
+
+
+@way
+def semaphore_of_several_processes():
+    one = multiprocessing.Semaphore(2)
+    return lambda x: x * (3.0 if one.get_value() == 1 else 0.5), one.acquire
+
+
+@way
+def lock_of_several_processes_that_is_tried():
+    one = multiprocessing.RLock()
+
+    def function(x):
+        if one.acquire(False):
+            one.release()
+            return x * 0.5
+        return x * 3.0
+
+    return function, lambda: ThreadPoolExecutor(1).submit(one.acquire, False).result()
+
+
+@way
 def field_of_a_format_with_keywords_in_a_dict():
     given = {"one": types.SimpleNamespace(scale=0.5)}
     return lambda x: x * float("{one.scale}".format(**given)), lambda: setattr(given["one"], "scale", 3.0)
@@ -379,6 +418,63 @@ def number_that_a_pointer_of_ctypes_leads_to():
     number = ctypes.c_double(0.5)
     pointer = ctypes.pointer(number)
     return lambda x: x * pointer[0], lambda: setattr(number, "value", 3.0)
+
+
+@way
+def what_a_pointer_of_ctypes_leads_to():
+    number = ctypes.c_double(0.5)
+    pointer = ctypes.pointer(number)
+    return lambda x: x * pointer.contents.value, lambda: setattr(number, "value", 3.0)
+
+
+@way
+def what_a_pointer_of_ctypes_leads_to_by_now():
+    pointer = ctypes.pointer(ctypes.c_double(0.5))
+    return lambda x: x * pointer.contents.value, lambda: setattr(pointer, "contents", ctypes.c_double(3.0))
+
+
+@way
+def field_that_a_pointer_of_ctypes_leads_to():
+    kind = type("Fields", (ctypes.Structure,), {"_fields_": [("other", ctypes.c_int), ("scale", ctypes.c_double)]})
+    fields = kind(1, 0.5)
+    pointer = ctypes.pointer(fields)
+    return lambda x: x * pointer.contents.scale, lambda: setattr(fields, "scale", 3.0)
+
+
+@way
+def field_in_a_field_of_ctypes():
+    inner = type("Inner", (ctypes.Structure,), {"_fields_": [("scale", ctypes.c_double)]})
+    outer = type("Outer", (ctypes.Structure,), {"_fields_": [("inner", inner)]})
+    fields = outer(inner(0.5))
+    return lambda x: x * fields.inner.scale, lambda: setattr(fields.inner, "scale", 3.0)
+
+
+@way
+def field_of_an_item_that_a_pointer_of_ctypes_leads_to():
+    kind = type("Fields", (ctypes.Structure,), {"_fields_": [("scale", ctypes.c_double)]})
+    fields = (kind * 2)(kind(1), kind(0.5))
+    pointer = ctypes.cast(fields, ctypes.POINTER(kind))
+    return lambda x: x * pointer[0].scale * pointer[1].scale, lambda: setattr(fields[1], "scale", 3.0)
+
+
+@way
+def view_by_numpy_of_mapped_memory():
+    held = mmap.mmap(-1, 8)
+    array = np.frombuffer(held, np.uint8)
+    return lambda x: x * int(array[0]), lambda: held.__setitem__(0, 3)
+
+
+@way
+def view_by_numpy_of_memory_of_several_processes():
+    numbers = multiprocessing.Array("d", [0.5])
+    array = np.frombuffer(numbers.get_obj())
+    return lambda x: x * float(array[0]), lambda: numbers.__setitem__(0, 3.0)
+
+
+@way
+def part_of_the_numbers_of_several_processes():
+    numbers = multiprocessing.Array("d", [0.5, 1.0])
+    return lambda x: x * sum(numbers[:]), lambda: numbers.__setitem__(1, 3.0)
 
 
 @way
@@ -628,6 +724,36 @@ def test_of_a_mapped_file_that_is_cut_off_nothing_is_read_but_what_the_code_read
         assert torch.equal(call(x), x * 3)
 
 
+CUT_OFF = """
+import ctypes, mmap, os, tempfile
+import numpy as np
+import torch
+from graphmod import CUDAGraphModule
+
+page = mmap.PAGESIZE
+for view in (np.frombuffer, lambda held, kind: (ctypes.c_uint8 * len(held)).from_buffer(held)):
+    for offset in (0, 8 * page):
+        with tempfile.TemporaryFile() as file:
+            file.write(bytes([1]) * 16 * page)
+            file.flush()
+            shown = view(mmap.mmap(file.fileno(), 8 * page, offset=offset), np.uint8)
+            call, x, reads = CUDAGraphModule(lambda x: x * sum(shown[:2]) if any(reads) else x), torch.ones(2), [True]
+            for step in range(12):
+                if step == 6:
+                    shown[1] = 4
+                if step == 9:
+                    os.ftruncate(file.fileno(), offset)
+                    reads[0] = False
+                assert call(x).tolist() == [2.0 if step < 6 else 5.0 if step < 9 else 1.0] * 2, step
+            assert call.stats.replays, call.last_failure
+"""
+
+
+def test_views_of_a_mapped_file_that_is_cut_off_are_not_looked_at():
+    done = subprocess.run([sys.executable, "-c", CUT_OFF], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_mapped_memory_that_is_read_as_a_whole_is_refused(device):
     with mmap.mmap(-1, 8) as mapped:
         call, x = CUDAGraphModule(lambda x: x * mapped[:2][0] + 1, config()), torch.ones(2, device=device)
@@ -700,6 +826,102 @@ def test_a_lock_that_the_code_itself_holds_is_no_change(device):
     assert call.stats.replays, call.last_failure
 
 
+def test_a_lock_that_another_thread_took_since_the_call_gave_it_back_counts(device):
+    """Pipes tell the other thread, since an event would be a change."""
+    one, hold = threading.Lock(), [True]
+    (asked, ask), (done, answer) = os.pipe(), os.pipe()
+
+    def take():
+        while os.read(asked, 1) == b"?":
+            if hold[0]:
+                one.acquire(blocking=False)
+            os.write(answer, b"!")
+
+    def function(x):
+        with contextlib.suppress(ValueError), one:
+            raise ValueError
+        os.write(ask, b"?")
+        os.read(done, 1)
+        return x * (3.0 if one.locked() else 0.5)
+
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+    call, x = CUDAGraphModule(function, config()), torch.ones(2, device=device)
+    for step in range(10):
+        if step == 6:
+            hold[0] = False
+        for run in (function, call):
+            assert torch.equal(run(x), x * (3.0 if hold[0] else 0.5)), step
+            if one.locked():
+                one.release()
+    os.write(ask, b".")
+    thread.join()
+
+
+KINDS = (threading.Lock, threading.RLock, multiprocessing.Lock, multiprocessing.RLock, multiprocessing.Semaphore)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", ["takes", "gives back"])
+def test_a_lock_that_a_call_takes_for_others_is_refused(way, kind, device):
+    one = kind()
+
+    def function(x):
+        one.acquire() if way == "takes" else one.release()
+        return x * 2
+
+    call, x = CUDAGraphModule(function, config()), torch.ones(2, device=device)
+    for _ in range(6):
+        if way == "gives back":
+            assert one.acquire(timeout=5)
+        assert torch.equal(call(x), x * 2)
+        if way == "takes":
+            one.release()
+    assert "changes the state of a lock from" in call.last_failure and "take it and release it" in call.last_failure
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lock_that_a_call_takes_and_gives_back_is_no_change(kind, device):
+    one = kind()
+
+    def function(x):
+        with one:
+            x = x * 2
+        one.acquire()
+        one.release()
+        with contextlib.suppress(ValueError), one:
+            raise ValueError
+        return x
+
+    call, x = CUDAGraphModule(function, config()), torch.ones(2, device=device)
+    for _ in range(6):
+        assert torch.equal(call(x), x * 2)
+    assert call.stats.replays, call.last_failure
+
+
+REMEDIES = {
+    "register classes before the call": lambda held: held["abstract"].register(type(held["one"])),
+    "do that after the call": lambda held: held["bytes"].append(len(held["bytes"])),
+}
+
+
+@pytest.mark.parametrize("remedy", REMEDIES)
+def test_the_remedy_fits_what_the_call_changes(remedy, device):
+    Abstract = abc.ABCMeta("Abstract", (), {})
+    held = {"abstract": Abstract, "bytes": bytearray(1)}
+
+    def function(x):
+        x = x * (1 + isinstance(held["one"], Abstract))
+        REMEDIES[remedy](held)
+        return x
+
+    call = CUDAGraphModule(function, config())
+    for _ in range(6):
+        held["one"] = type("Kind", (), {})()
+        call(torch.ones(2, device=device))
+    assert remedy in str(call.last_failure)
+
+
 def test_classes_registered_elsewhere_do_not_count(device):
     Abstract = abc.ABCMeta("Abstract", (), {})
     call = CUDAGraphModule(lambda x: x * (1 + isinstance(x, Abstract)), config())
@@ -732,6 +954,61 @@ def test_a_change_is_noticed_whichever_way_it_is_read(name, device):
         x = torch.linspace(-1, 2, 3, device=device) + step
         assert torch.equal(graphed(x), function(x)), step
     assert graphed.stats.replays or device.type == "cuda"  # which takes no array of numpy
+
+
+REFUSED = []
+
+
+def refused(make):
+    """Registers what makes a function of x that reads what cannot be compared, and what changes that."""
+    REFUSED.append(make)
+    return make
+
+
+@refused
+def what_a_pointer_to_a_pointer_of_ctypes_leads_to():
+    number = ctypes.c_double(0.5)
+    pointer = ctypes.pointer(ctypes.pointer(number))
+    return lambda x: x * pointer.contents.contents.value, lambda: setattr(number, "value", 3.0)
+
+
+@refused
+def item_of_a_pointer_in_a_field_of_ctypes():
+    kind = type("Fields", (ctypes.Structure,), {"_fields_": [("at", ctypes.POINTER(ctypes.c_double))]})
+    number = ctypes.c_double(0.5)
+    fields = kind(ctypes.pointer(number))
+    return lambda x: x * fields.at[0], lambda: setattr(number, "value", 3.0)
+
+
+@refused
+def part_of_what_a_pointer_of_ctypes_leads_to():
+    numbers = (ctypes.c_double * 2)(0.5, 1.0)
+    pointer = ctypes.cast(numbers, ctypes.POINTER(ctypes.c_double))
+    return lambda x: x * sum(pointer[:2]), lambda: numbers.__setitem__(1, 3.0)
+
+
+@refused
+def string_at_an_address():
+    held = ctypes.create_string_buffer(b"a")
+    return lambda x: x * len(ctypes.string_at(ctypes.addressof(held))), lambda: setattr(held, "value", b"")
+
+
+@refused
+def number_at_an_address():
+    number = ctypes.c_double(0.5)
+    address = ctypes.addressof(number)
+    return lambda x: x * ctypes.c_double.from_address(address).value, lambda: setattr(number, "value", 3.0)
+
+
+@pytest.mark.parametrize("make", REFUSED)
+def test_what_cannot_be_found_again_is_refused(make, device):
+    function, change = make()
+    graphed, x = CUDAGraphModule(function, config()), torch.ones(2, device=device)
+    for step in range(8):
+        if step == 5:
+            change()
+        assert torch.equal(graphed(x), function(x)), step
+    assert "cannot be looked into without harm" in str(graphed.last_failure)
 
 
 HELD = {"a": 1.0}
