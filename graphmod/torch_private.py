@@ -64,6 +64,9 @@ try:
     # what belongs to a thread, and goes along to those of autograd that run its backwards
     has_in_thread, in_thread, _put_in_thread = _C._is_key_in_tls, _C._get_obj_in_tls, _C._stash_obj_in_tls
 
+    # tensors whose values are read another way
+    conjugated, negated = torch._conj, torch._neg_view
+
     # modes of the thread
     is_grad_enabled = torch.is_grad_enabled
     is_inference_mode_enabled = torch.is_inference_mode_enabled

@@ -42,7 +42,7 @@ from graphmod.signature.flattening import PLAIN_KINDS, Opaque, rebuild
 from graphmod.signature.modes import FOREIGN, GRAD, INFERENCE, SETTINGS, difference, entered_again
 from graphmod.step.gradients import GradientBuffer, Left, as_memory, is_split, leave_behind, lend, memory_of, part
 from graphmod.step.results import PartOf
-from graphmod.torch_private import beside_dynamo, storage_uses
+from graphmod.torch_private import beside_dynamo, conjugated, negated, storage_uses
 from graphmod.trace import dispatch
 from graphmod.trace.dispatch import hidden
 from graphmod.trace.hazards import OUTSIDE, Reason
@@ -731,8 +731,8 @@ class _Own:
             with torch.inference_mode(like.is_inference()), torch.no_grad():
                 made = torch.empty(0, dtype=like.dtype, device=like.device)
                 made.set_(loan.lent.untyped_storage(), like.storage_offset(), like.size(), like.stride())
-                made = torch._conj(made) if like.is_conj() else made
-                self.made = torch._neg_view(made) if like.is_neg() else made
+                made = conjugated(made) if like.is_conj() else made
+                self.made = negated(made) if like.is_neg() else made
         return self.made
 
     def forget(self) -> None:
