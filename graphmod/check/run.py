@@ -51,7 +51,7 @@ from graphmod.trace.lines import is_users
 from graphmod.trace.operations import is_stale
 from graphmod.trace.recorder import Recorder
 from graphmod.words import counted
-from graphmod.wrap.layers import find_layers, match_layers, without_graphs
+from graphmod.wrap.layers import find_layers, match_layers, require_called, train_without_cache, without_graphs
 from graphmod.wrap.module import CUDAGraphModule
 from graphmod.wrap.target import Target, in_place_of_forward
 
@@ -393,13 +393,17 @@ def check_layers(
         meeting: of the ranks, which compare what these parts communicate.
     """
     borrowed, others = Borrowed(), others or {}
+    for one in layers:
+        require_called(model, one)
     parts = {one: Part(model.get_submodule(one), borrowed, one, meeting=meeting) for one in layers}
     further = {
         one: Part(getattr(owner, attribute), borrowed, one, meeting=meeting)
         for one, (owner, attribute) in others.items()
     }
     report = Report(name or _name(model), parts=[*parts, *further])
-    with borrowed, without_graphs(model.modules()), _compared(report, meeting):
+    with contextlib.ExitStack() as undoing, borrowed, without_graphs(model.modules()), _compared(report, meeting):
+        for hook in train_without_cache(model):
+            undoing.callback(hook.remove)
         for number in range(max(calls, 1)):
             with contextlib.ExitStack() as stack:
                 if number == max(calls, 1) - 1:

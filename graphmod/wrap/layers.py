@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils.hooks import RemovableHandle
 
 from graphmod.config import CUDAGraphConfig, settings
 from graphmod.errors import ConfigError
@@ -29,6 +30,7 @@ from graphmod.wrap.body import Body, body_of
 from graphmod.wrap.module import CUDAGraphModule
 from graphmod.wrap.target import MARK, Mark, Target, set_forward
 
+_HOOKS = f"{MARK}_hooks"  # under which a model has those of `train_without_cache`
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # they only hold
 
 
@@ -84,15 +86,11 @@ def wrap(model: nn.Module, config: CUDAGraphConfig, names: list[str], body: str 
     groups: dict[torch.device, LayerGroup] = {}
     wrapped = []
     for name in names:
-        layer = model.get_submodule(name)
-        if MARK in layer.__dict__:
+        if MARK in model.get_submodule(name).__dict__:
             raise ConfigError(f"{name!r} has graphs already; call ungraph(model) first")
-        if isinstance(layer, _NEVER_CALLED):
-            raise ConfigError(
-                f"{name!r} is a {type(layer).__name__}, which nobody calls; name the modules in it: {name!r}.*"
-            )
-        _refuse_compiled(model, name)
-    _train_without_cache(model)  # which looks at what forwards take
+        require_called(model, name)
+    if not model.__dict__.get(_HOOKS):
+        model.__dict__[_HOOKS] = train_without_cache(model)  # which looks at what forwards take
     for name in names:
         layer = model.get_submodule(name)
         tensors = itertools.chain(layer.parameters(), layer.buffers())
@@ -123,12 +121,18 @@ def _in_place(module: nn.Module, graphed: CUDAGraphModule) -> CUDAGraphModule:
     return graphed
 
 
-def _refuse_compiled(model: nn.Module, name: str) -> None:
-    """Compiled code passes over wrapped layers inside it, and a module compiled in place over its own `forward`."""
+def require_called(model: nn.Module, name: str) -> None:
+    """Raises ConfigError for a module whose `forward` nobody calls: one that only holds others, or lies in compiled
+    code, which passes over wrapped layers inside it, and a module compiled in place over its own `forward`."""
+    layer = model.get_submodule(name)
+    if isinstance(layer, _NEVER_CALLED):
+        raise ConfigError(
+            f"{name!r} is a {type(layer).__name__}, which nobody calls; name the modules in it: '{name}.*'"
+        )
     parts = name.split(".")
     around = ["", *(".".join(parts[:count]) for count in range(1, len(parts)))]
     compiled = [outer for outer in around if is_compiled(model.get_submodule(outer))]
-    if compiled or model.get_submodule(name)._compiled_call_impl is not None:
+    if compiled or layer._compiled_call_impl is not None:
         outer = repr(compiled[0]) if compiled and compiled[0] else type(model).__name__
         what = f"{outer}, which holds {name!r}, is compiled" if compiled else f"{name!r} was compiled in place"
         raise ConfigError(
@@ -154,7 +158,7 @@ def ungraph(model: nn.Module) -> nn.Module:
         if module.__dict__.get("forward") == mark.graphed._run:  # else somebody assigned another since
             set_forward(module, mark.forward)
         del module.__dict__[MARK]
-    for hook in model.__dict__.pop(f"{MARK}_hooks", ()):
+    for hook in model.__dict__.pop(_HOOKS, ()):
         hook.remove()
     return model
 
@@ -270,18 +274,17 @@ def edge_modules(model: nn.Module, layers: list[str]) -> list[str]:
     return found
 
 
-def _train_without_cache(model: nn.Module) -> None:
-    """Also where a library calls past the hooks of the model that it was given (PEFT): its parts have them, too."""
+def train_without_cache(model: nn.Module) -> list[RemovableHandle]:
+    """Hooks by which models of transformers train without a key-value cache. Its parts have them, too, because a
+    library may call past those of the model that it was given (PEFT)."""
     kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
-    if model.__dict__.get(f"{MARK}_hooks"):
-        return
     hooks = []
     for module in model.modules():
         names = list(inspect.signature(module.forward).parameters) if isinstance(module, kind) else []
         if "use_cache" in names:
             hook = functools.partial(_without_cache, names.index("use_cache"))
             hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-    model.__dict__[f"{MARK}_hooks"] = hooks
+    return hooks
 
 
 def _without_cache(place: int, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

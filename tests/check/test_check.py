@@ -198,6 +198,43 @@ def test_layers_are_checked_one_by_one_and_what_they_share_is_one_line():
     assert "in layers.0-3" in str(graphmod.check(model, X, layers=True))
 
 
+class Caching(nn.Module):
+    """A causal LM, called with or without a cache."""
+
+    def __init__(self, cache=None):
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "vocab_size": 16}
+        self.lm, self._cache = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes)), cache
+
+    def forward(self, tokens):
+        return self.lm(tokens, labels=tokens, use_cache=self._cache).loss
+
+
+@pytest.mark.parametrize("cache", [None, True], ids=["as it is", "asked for"])
+def test_layers_are_judged_as_they_would_run_once_they_are_wrapped(cache):
+    model, tokens = Caching(cache), torch.ones(1, 4, dtype=torch.int64)
+    assert graphmod.check(model, tokens, layers=True).captured is (cache is None)
+    assert model.lm(tokens).past_key_values is not None  # as before the check
+    graphs = graph_layers(model, body=False)
+    for _ in range(5):
+        model(tokens).backward()
+    assert all((graph.stats.state == "captured") is (cache is None) for graph in graphs)
+
+
+def test_layers_that_cannot_be_wrapped_cannot_be_checked():
+    model = mlp(torch.device("cpu"))
+    for refused in (
+        lambda model: graphmod.check(model, X, layers="layers"),
+        lambda model: graph_layers(model, layers="layers"),
+    ):
+        with pytest.raises(ConfigError, match=r"'layers' is a ModuleList, which nobody calls; .*'layers\.\*'"):
+            refused(nn.ModuleDict({"layers": nn.ModuleList([model])}))
+    with pytest.raises(ConfigError, match="is compiled, and compiled code passes over the graphs of layers"):
+        graphmod.check(torch.compile(nn.ModuleDict({"mlp": model})), X, layers="mlp")
+
+
 def test_layers_that_the_call_does_not_reach_cannot_be_checked():
     model = nn.Sequential()
     model.layers = nn.ModuleList(Layer() for _ in range(2))
