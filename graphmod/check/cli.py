@@ -148,10 +148,18 @@ def _made(name: str, name_of_args: str | None) -> tuple[Callable, tuple, dict, i
             return target, tuple(made[0]), made[1], 0
         return target, tuple(made), {}, 0
     made = _tried(name, target)
-    if isinstance(made, tuple) and len(made) in (2, 3) and callable(made[0]) and isinstance(made[1], (tuple, list)):
-        kwargs = made[2] if len(made) == 3 else {}
-        if isinstance(kwargs, dict):
-            return made[0], tuple(made[1]), kwargs, 0
+    match made:
+        case (call, tuple() | list() as args) if callable(call):
+            return call, tuple(args), {}, 0
+        case (call, tuple() | list() as args, dict() as kwargs) if callable(call):
+            return call, tuple(args), kwargs, 0
+    items = made if isinstance(made, (tuple, list)) else [made]
+    if any(map(callable, items)):  # which no step returns
+        kinds = ", ".join(type(one).__name__ for one in items)
+        raise Unusable(
+            f"{name} returned {f'({kinds})' if items is made else f'a {kinds}'}; to make a call, return (callable, "
+            "arguments) or (callable, arguments, keyword arguments), with a tuple and a dict"
+        )
     return target, (), {}, 1
 
 

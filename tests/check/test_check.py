@@ -336,6 +336,8 @@ def reads(): return clean() * clean().sum().item()
 def make(): return model, (torch.ones(2, 4),)
 def step(x, scale=1.0): return model(x).detach() * scale
 def arguments(): return (torch.ones(2, 4),), {"scale": 2.0}
+def no_tuple(): return model, torch.ones(2, 4)
+def alone(): return model
 def raises():
     raise ValueError("no data")
 number = 3
@@ -382,7 +384,12 @@ def test_json_stands_alone_on_the_standard_output(tmp_path):
         (["program:number"], "program:number is a int, which cannot be called"),
         (["program"], "write package.module:function"),
         (["program:step"], "argument: 'x'; add --args MODULE:FUNCTION"),
-        (["program:raises"], "program:raises raised ValueError: no data at program.py:12 in raises"),
+        (["program:raises"], "program:raises raised ValueError: no data at program.py:14 in raises"),
+        (
+            ["program:no_tuple"],
+            "program:no_tuple returned (Linear, Tensor); to make a call, return (callable, ",
+        ),
+        (["program:alone"], "program:alone returned a Linear; to make a call, return (callable, arguments)"),
         (["program:step", "--args", "program:clean"], "program:clean returned a Tensor; it must return a tuple"),
     ],
 )
