@@ -68,7 +68,7 @@ from graphmod.trace import dispatch
 from graphmod.trace.garbage import Ages
 from graphmod.trace.generators import METHODS, comparable, kinds_followed, state_of
 from graphmod.trace.host_draws import HostDraws
-from graphmod.trace.lines import is_library, is_users
+from graphmod.trace.lines import is_library, users
 from graphmod.trace.operations import is_leaf
 from graphmod.trace.undo import let_through
 from graphmod.trace.untraced import identity
@@ -801,10 +801,8 @@ class Notes:
             return self.where
         if self._place[0] is not self.where:
             library = is_library(frame.f_code.co_filename)
-            while library and frame is not None and not is_users(frame.f_code.co_filename):
-                frame = frame.f_back
-            of_user = library and frame is not None
-            self._place = self.where, (*self.where, (frame.f_code, frame.f_lineno)) if of_user else self.where
+            frame = users(frame) if library else None
+            self._place = self.where, self.where if frame is None else (*self.where, (frame.f_code, frame.f_lineno))
         return self._place[1]
 
     def _note(self, owner: Any, place: Place) -> None:

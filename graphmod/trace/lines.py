@@ -18,6 +18,7 @@ STDLIB = sysconfig.get_path("stdlib") + os.sep
 _LOGGING = str(Path(logging.__file__).parent)
 # How torch gets from a call to an operation: of these no line tells anything.
 _PLUMBING = (f"{TORCH}_", f"{TORCH}nn/modules/module.py", f"{TORCH}utils/_", f"{TORCH}autograd/", CORE)
+_COMMANDS = (f"{CORE}cli{os.sep}", f"{CORE}check{os.sep}cli.py")  # beyond which no code is the user's
 _ENGINE = "_engine_run_backward"
 _WRAPPED = (f"{TORCH}optim/optimizer.py", f"{TORCH}optim/lr_scheduler.py")
 
@@ -70,6 +71,8 @@ def is_users(filename: str) -> bool:
 
 @functools.cache
 def _kind(path: str) -> str:
+    if path.startswith(_COMMANDS):
+        return "command"
     if path.startswith(_PLUMBING) or path.startswith(("<frozen", "<eval_with_key>")):
         return "plumbing"
     if path.startswith(TORCH):
@@ -81,7 +84,14 @@ def _kind(path: str) -> str:
 def _is_internal(path: str) -> bool:
     """Whether a file is of torch, or of this package; or of logging, which formats what it is given: the line that
     matters is the one that logs."""
-    return path.startswith(_LOGGING) or "/torch/" in path or _kind(path) in ("plumbing", "torch")
+    return path.startswith(_LOGGING) or "/torch/" in path or _kind(path) in ("plumbing", "torch", "command")
+
+
+def users(frame: FrameType | None) -> FrameType | None:
+    """The nearest frame of the user's code, from `frame` outwards; None where no code of the user's leads there."""
+    while frame is not None and (kind := _kind(frame.f_code.co_filename)) != "user":
+        frame = None if kind == "command" else frame.f_back
+    return frame
 
 
 def user_frame() -> tuple[CodeType | None, int]:
@@ -115,6 +125,8 @@ def lines() -> Lines:
         if backward and code.co_name == _ENGINE:
             break  # beyond it is who called backward()
         kind = _kind(code.co_filename)
+        if kind == "command":
+            break
         if kind in ("torch", "library") and library is None and code.co_filename not in _WRAPPED:
             library = location(code, frame.f_lineno)
         if optimizer is None and kind != "plumbing" and "self" in code.co_varnames[:1]:

@@ -399,6 +399,17 @@ def test_what_cannot_be_asked_is_one_clear_sentence(ask, arguments, words):
     assert returned == 2 and len(lines) == 1 and words in lines[0], said
 
 
+def test_no_line_of_the_command_counts_as_the_users(tmp_path):
+    (tmp_path / "program.py").write_text(
+        "import torch\nsgd = torch.optim.SGD([torch.ones(1)], lr=0.1)\n"
+        "def make(): return torch.optim.lr_scheduler.StepLR(sgd, 2).step, ()\n"
+    )
+    started = "import sys; from graphmod.cli.main import main; sys.argv[1:] = ['check', 'program:make']; main()"
+    (tmp_path / "script").write_text(started)  # as a console script
+    done = finished(["script"], tmp_path)
+    assert "1. torch/optim/lr_scheduler.py:" in done.stdout and "script" not in done.stdout, done.stdout + done.stderr
+
+
 # -- a training run ------------------------------------------------------------------------------------------------
 
 
