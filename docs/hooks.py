@@ -1,6 +1,6 @@
-"""What mkdocs does with the pages before it builds the site: tables from results, settings from their schemas.
+"""What mkdocs does with the pages before it builds the site: tables from results, settings from where they are defined.
 
-A page says `<!-- table: NAME -->` (of benchmarks/tables.py), `<!-- settings: MODULE.CLASS -->` or `<!-- fields -->`.
+A page says `<!-- table: NAME -->` (of benchmarks/tables.py), `<!-- settings: MODULE.NAME -->` or `<!-- fields -->`.
 The README, CONTRIBUTING and CHANGELOG become pages of the site, and the programs of examples/ lie beside them.
 """
 
@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import tables
 from docs import fields
+from graphmod.cli.app import App
 from graphmod.decode import EngineConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,9 +51,10 @@ def on_page_markdown(markdown: str, **_: object) -> str:
 
 
 def settings(name: str) -> str:
-    """A table for a schema, and one for each group in it."""
-    module, _, schema = name.rpartition(".")
-    return "\n\n".join(_groups(getattr(importlib.import_module(module), schema)(), ""))
+    """The tables of a command, with the values that it takes by default, or of a schema: one for each group."""
+    module, _, attribute = name.rpartition(".")
+    found = getattr(importlib.import_module(module), attribute)
+    return "\n\n".join(_groups(found.typed(found.compose([])) if isinstance(found, App) else found(), ""))
 
 
 def _groups(given: object, before: str) -> list[str]:

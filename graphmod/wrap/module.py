@@ -217,8 +217,9 @@ class CUDAGraphModule(nn.Module):
         call and this one no argument may have been exchanged, and nothing that the callable reads.
 
         Returns:
-            How often it ran: `times`, or 0 if the last call was served by no graph, or by one that returns tensors,
-            copies arguments or has a backward; less than `times` if a launch failed. Call the module for the rest.
+            How often it ran, which is `times`, or 0 if the last call was served by no graph, or by one that returns
+            tensors, copies arguments or has a backward; less than `times` if a launch failed. Call the module for the
+            rest.
         """
         context = self._context
         graph = context.served
