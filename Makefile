@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Settings of a run, for example: make train ARGS="graph=full_iteration train.steps=1000"
 ARGS ?=
-# What `make generate` goes on from.
+# What `make generate` goes on from. It reaches the command by the environment, since a shell would read it again.
 PROMPT ?= def main(
 # Tests beside other programs on few cores: see train.py.
 export GOMP_SPINCOUNT ?= 3000
@@ -51,9 +51,10 @@ $(STAMP): pyproject.toml constraints.txt
 train: $(STAMP) ## train a small model on Python's own sources, in graphs; ARGS are settings
 	$(BIN)/python train.py $(ARGS)
 
+generate: export GOES_ON_FROM = $(value PROMPT)
 generate: $(STAMP) ## sample from the last trained model (trains one briefly if there is none); ARGS are settings
 	@ls runs/train/*/checkpoints/*/config.json >/dev/null 2>&1 || $(BIN)/python train.py train.steps=200 data.seq_len=128
-	$(BIN)/python generate.py model.path=runs/train prompt="$(PROMPT)" decode=sample $(ARGS)
+	$(BIN)/python generate.py model.path=runs/train prompt="$$GOES_ON_FROM" decode=sample $(ARGS)
 
 serve: $(STAMP) ## serve the last trained model at http://127.0.0.1:8000 (trains one briefly if there is none); ARGS are settings
 	@ls runs/train/*/checkpoints/*/config.json >/dev/null 2>&1 || $(BIN)/python train.py train.steps=200 data.seq_len=128

@@ -202,3 +202,16 @@ def test_a_terminal_is_told_what_takes_seconds(terminal, silent, slow, monkeypat
     with start.loading(silent):
         time.sleep(0.3)
     assert capsys.readouterr().err == ("loading PyTorch and transformers\n" if terminal and slow and not silent else "")
+
+
+@pytest.mark.parametrize("prompt", ["def main(", 'say "no"; it\'s $HOME, $(PYTHON) `x` \\n', "'"])
+def test_make_generate_goes_on_from_a_prompt_as_it_is_written(prompt, tmp_path):
+    python = tmp_path / "env" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\nfor one; do printf '%s\\n' \"$one\" >> said; done\n")
+    python.chmod(0o755)
+    for name in ("pyproject.toml", "constraints.txt", "env/.installed"):
+        (tmp_path / name).touch()
+    command = ["make", "-f", ROOT / "Makefile", "generate", "VENV=env", f"PROMPT={prompt}"]
+    subprocess.run(command, cwd=tmp_path, capture_output=True, check=True)
+    assert f"prompt={prompt}" in (tmp_path / "said").read_text().splitlines()
