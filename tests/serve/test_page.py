@@ -386,6 +386,16 @@ def test_errors_are_told_in_words_and_can_be_tried_again(page):
     page.wait_for(f"({NOTE})?.includes('5 tokens')")
     assert page.js(ANSWER) == expected and page.js("messages.length") == 2
 
+    page.js("$('key').value = 'ключ'")  # which no header can hold
+    ask(page, "and this")
+    assert "ISO-8859-1" in page.wait_for("document.querySelector('.turn.error .note')?.textContent")
+    page.js("$('key').value = ''")
+    page.click("document.querySelector('.note button')")
+    page.wait_for(f"document.querySelector('.turn.error') === null && ({NOTE})?.includes('tokens')")
+    page.click("$('clear')")
+    ask(page, "why is it")
+    page.wait_for(f"({NOTE})?.includes('5 tokens')")
+
     # What was not answered is shown, and left out of what the model is told.
     settings(page, top_p="7")
     ask(page, "and this")
