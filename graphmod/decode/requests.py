@@ -241,15 +241,15 @@ class RequestReader:
                     texts.append(stop)
                     continue
                 stop = number  # found on the device, as a text it would be looked for on the host
-            parts = [stop] if isinstance(stop, int) else list(stop) if isinstance(stop, SequenceOf) else []
-            if not parts or any(not isinstance(t, int) or not 0 <= t < self.vocabulary for t in parts):
+            parts = [*stop] if isinstance(stop, SequenceOf) else [stop]
+            if not parts or not all(map(self._is_token, parts)):
                 raise RequestError(
                     f"unknown stop {stop!r}: expected a token id below {self.vocabulary}, a list of them, or a text"
                 )
             if len(parts) == 1:
-                ids.append(parts[0])
+                ids.append(int(parts[0]))
             else:
-                sequences.append(parts)
+                sequences.append([*map(int, parts)])
         ids = list(dict.fromkeys(ids))
         if len(ids) > MOST_STOPS:
             raise RequestError(

@@ -244,6 +244,8 @@ def test_requests_wait_for_memory_and_none_is_lost(device):
         ([3], {"stop": [96]}, "unknown stop 96"),
         ([3], {"stop": [[]]}, "unknown stop"),
         ([3], {"stop": [3.5]}, "unknown stop 3.5"),
+        ([3], {"stop": [True]}, "unknown stop True"),
+        ([3], {"stop": [[3, False]]}, r"unknown stop \[3, False\]"),
         ([3], {"stop": list(range(9))}, "more than 8"),
         ([3], {"temperature": -1.0}, "temperature"),
         ([3], {"top_p": 0.0}, "top_p"),
