@@ -17,7 +17,7 @@ from graphmod.errors import ConfigError
 from graphmod.train.attention import NAME
 from graphmod.train.batches import Batches, Data, Items, described, parts_of
 from graphmod.train.loss import IGNORED, OfRows, count_targets_of, criterion_of, own_logits
-from graphmod.train.model import autocast_dtype, build_model, require_vocabulary, set_special_tokens
+from graphmod.train.model import autocast_dtype, build_model, set_special_tokens
 from graphmod.train.ranks import ALONE, Ranks
 from graphmod.train.settings import CUSTOM, ParallelMode, RunConfig, Scope
 from graphmod.train.step import microbatches, on_device
@@ -280,7 +280,12 @@ def _try_logits(model: nn.Module, config: RunConfig, microbatch: Any, loss_fn: C
             f"{name} returned {_shown(found)} for tokens {shape}; expected logits ({shape[0]}, {shape[1]}, "
             "vocabulary), floating. For another task give a loss of your own (train.loss._target_)"
         )
-    require_vocabulary(found.shape[-1], corpus.vocab_size)
+    if found.shape[-1] < (corpus.vocab_size or 0):
+        raise ConfigError(
+            f"{name} returned {_shown(found)} for tokens {shape}: the data has a vocabulary of {corpus.vocab_size} and "
+            f"the model {found.shape[-1]}; return a logit for each token of it (an argument vocab_size is told how "
+            "many), or give a loss of your own (train.loss._target_)"
+        )
     if corpus.vocab_size is None:
         corpus.vocab_size = found.shape[-1]
     # As it evaluates: dropout and the statistics of a batch would differ anyway.

@@ -293,19 +293,14 @@ def model_config(model: ModelConfig, data_vocab_size: int | None, length: int) -
                 f"{model.max_positions}; raise it, or shorten the items"
             )
         config = transformers_config(model, size)
-    require_vocabulary(config.vocab_size, data_vocab_size)
-    config.use_cache = False
-    return config
-
-
-def require_vocabulary(size: int, data_vocab_size: int | None) -> None:
-    """Raises ConfigError where a model with `size` tokens is too small for the data."""
-    if data_vocab_size is not None and size < data_vocab_size:
+    if data_vocab_size is not None and config.vocab_size < data_vocab_size:
         raise ConfigError(
-            f"the data has a vocabulary of {data_vocab_size} and the model {size}; raise "
+            f"the data has a vocabulary of {data_vocab_size} and the model {config.vocab_size}; raise "
             "model.vocab_size, leave it null, which fits the data, or use the tokenizer the model was trained with "
             "(data.tokenizer=FOLDER)"
         )
+    config.use_cache = False
+    return config
 
 
 @contextmanager

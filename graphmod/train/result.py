@@ -425,8 +425,13 @@ class RunResult:
         if self.losses:
             last = f", evaluation {self.eval_losses[-1][1]:.3f}" if self.eval_losses else ""
             last += f", evaluation with averaged weights {self.ema_loss:.3f}" if self.ema_loss is not None else ""
-            lines.append(f"  loss {self.losses[0]:.3f} -> {self.losses[-1]:.3f}{last} nats per token")
+            lines.append(f"  loss {self.losses[0]:.3f} -> {self.losses[-1]:.3f}{last}{self.loss_unit}")
         return "\n".join(lines)
+
+    @property
+    def loss_unit(self) -> str:
+        """Of the losses, for what stands before it; empty with a loss of the user's own."""
+        return "" if self.config.get("train", {}).get("loss") else " nats per token"
 
 
 def _counters(name: str, graph: Mapping[str, Any]) -> str:

@@ -367,7 +367,10 @@ def test_a_module_in_the_present_folder_is_found(own, tmp_path, monkeypatch):
         ({"model": named("Unmakeable")}, "cannot be made with no arguments: OSError: weights.bin is not there ("),
         ({"model": named("number")}, "made a int; a model must be a torch.nn.Module"),
         ({"model": named("Frozen")}, "without parameters to train"),
-        ({"model": named("Net", vocab_size=20)}, "the data has a vocabulary of 60 and the model 20"),
+        (
+            {"model": named("Net", vocab_size=20)},
+            "the data has a vocabulary of 60 and the model 20; return a logit for each token",
+        ),
         (
             {"model": named("Failing")},
             "calling the model with tokens (1, 16) int64 fails: RuntimeError: no such luck (",

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -190,6 +191,8 @@ def test_a_run_says_what_it_trains_then_how_it_goes_then_how_it_went(tiny, tmp_p
     assert written[:5] == opening.splitlines() and "\n".join(written).endswith(result.report())
     last = result.report().splitlines()[-1]
     assert last.endswith(f"evaluation with averaged weights {result.ema_loss:.3f} nats per token")
+    own_loss = replace(result, config={"train": {"loss": {"_target_": "my.loss"}}})
+    assert last == f"{own_loss.report().splitlines()[-1]} nats per token"
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert events.Scalars("eval/ema_loss")[-1].value == pytest.approx(result.ema_loss)
