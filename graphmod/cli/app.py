@@ -52,11 +52,12 @@ from graphmod.train.folders import job_folder
 from graphmod.train.settings import RunConfig, check
 
 _LOGGING = ("hydra/job_logging", "hydra/hydra_logging")
+_GROUPS_OF_HYDRA = ("hydra.launcher", "hydra.sweeper", "hydra.job_logging", "hydra.hydra_logging")
 _NO_TEXT = re.compile(r"(?<![^,])(null|true|false|[-+]?(\d|\.\d|inf|nan)[\w.+-]*)(?![^,])", re.I)  # alone or in a list
 _UNUSED = "${unused:"
 # What Hydra's callbacks raise it only warns of; after a job, others may still have to run.
 _CALLBACK_RAISED = r"Callback .*\.on_(run_start|run_end|multirun_start|multirun_end|job_start) raised "
-_BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 
 
 def quoted(text: str) -> str:
@@ -101,7 +102,7 @@ def _job_folder(*, _root_: DictConfig) -> str:
     keys = [key for one in overrides if (key := one.partition("=")[0]) not in left_out]
     name = job_folder(keys, overrides, str(hydra_config.runtime.choices.get("graph")))
     # Other sweepers may ask for the same values again.
-    return name if hydra_config.sweeper["_target_"] == _BASIC_SWEEPER else f"{job.num}_{name}"
+    return name if hydra_config.sweeper["_target_"] == BASIC_SWEEPER else f"{job.num}_{name}"
 
 
 Plugins.instance().register(_OwnConfigs)
@@ -282,6 +283,8 @@ class App:
             )
         if bare in self.texts:
             return override if _is_quoted(override, value) else f"{key}={quoted(value)}"
+        if bare in _GROUPS_OF_HYDRA and not value.startswith("{"):  # which Hydra finds no fault with in a single run
+            raise ConfigError(f"{bare!r} is a group; its choices are written with a slash: hydra/{bare[6:]}={value}")
         if value.startswith("~/"):  # bash leaves it so, and Hydra takes it for a deletion
             value = str(Path(value).expanduser())
         try:
@@ -410,14 +413,23 @@ def _as_main(argv: list[str], kind: type) -> Iterator[None]:
 
 @contextmanager
 def _strict() -> Iterator[None]:
-    """Inside, what a callback raises is raised; messages of a log that was set up are gone afterwards."""
-    root = logging.getLogger()
+    """Inside, what a callback raises is raised, and that Hydra cannot print; messages of a log that was set up are gone
+    afterwards."""
+    root, otherwise = logging.getLogger(), logging.Handler.handleError
     handlers, level = root.handlers[:], root.level
+
+    def handle(self: logging.Handler, record: logging.LogRecord) -> None:
+        if getattr(self, "stream", None) is sys.stdout and isinstance(sys.exception(), OSError):
+            raise
+        otherwise(self, record)
+
+    logging.Handler.handleError = handle
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", _CALLBACK_RAISED, UserWarning)
             yield
     finally:
+        logging.Handler.handleError = otherwise
         root.handlers[:] = handlers
         root.setLevel(level)
 

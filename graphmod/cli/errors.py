@@ -67,6 +67,8 @@ _SCOPES = {
 # Choices of a group that several commands have, which training alone, or decoding alone, can use.
 _OF_TRAINING = {"graph": {"auto", "full_iteration", "per_layer"}, "experiment": {"measure_124m"}}
 _OF_DECODING = {"graph": {"decode"}}
+# Those of Hydra that are installed apart.
+_PLUGINS = {"hydra/launcher": ("joblib", "ray", "rq", "submitit"), "hydra/sweeper": ("ax", "nevergrad", "optuna")}
 _HF_FILES = (".arrow", ".csv", ".json", ".jsonl", ".ndjson", ".parquet", ".tsv")
 
 
@@ -205,11 +207,11 @@ def unknown_key(key: str, kind: type, value: str | None = None) -> str:
     group = key.rpartition(".")[0]
     best = meant(key, names)
     message = f"there is no setting {key!r}"
-    if key.rpartition(".")[2].strip("_") == "target":
-        write = f"{key.rpartition('.')[0]}._target_"
-        return f"{message}; did you mean {write!r}? Write {write}={value or 'my_package.Name'}"
     if key.startswith("hydra."):
         return f"{message}; --cfg hydra prints those of Hydra. What is new there is added: +{key}={value or 'VALUE'}"
+    if key.rpartition(".")[2].strip("_") == "target":
+        write = f"{group}._target_"
+        return f"{message}; did you mean {write!r}? Write {write}={value or 'my_package.Name'}"
     if best == key:
         return f"the config that was chosen lacks {key!r}; let its defaults begin with: [train, _self_]"
     if best:
@@ -251,8 +253,8 @@ def no_choice(group: str, choice: str, options: Iterable[str], kind: type) -> st
     listed = f"\n  choices of {group!r}: {', '.join(options)}" if options else ""
     if group == "optim" and choice.lower() in REFUSED_OPTIMIZERS:
         return f"optim={choice} cannot be used: {REFUSED_OPTIMIZERS[choice.lower()]}{listed}"
-    if group in ("hydra/launcher", "hydra/sweeper"):
-        plugin = f"hydra-{choice.partition('_')[0]}-{group.rpartition('/')[2]}"
+    if (plugin := choice.partition("_")[0]) in _PLUGINS.get(group, ()):
+        plugin = f"hydra-{plugin}-{group.rpartition('/')[2]}"
         return f"there is no choice {choice!r} for {group!r}; a plugin may bring it: pip install {plugin}{listed}"
     best = choice_to_write(group, choice, options)
     hint = f"; did you mean {best}?" if best else ""
@@ -299,6 +301,9 @@ def _reason(error: BaseException, kind: type) -> str:
         if settings and kind is not RunConfig:  # how tokens are drawn, which each request to a server says itself
             return f"{group!r} has no choices here; write {group}.KEY=VALUE with one of: {', '.join(settings)}"
         return unknown_key(group, kind)
+    if located := re.match(r"Error locating target '(.*?)'(?:.*\nfull_key: (\S+))?", str(error), re.S):
+        why = " ".join(str(error.__cause__ or "").split())
+        return f"{located[2] or 'hydra'}._target_={located[1]} cannot be imported: {why}"
     if isinstance(error, OverrideParseException):
         example = "'data.path=\"my text.txt\"'; a list is [a,b]"
         return f"cannot read {error.override!r}; put a value with special characters in quotes: {example}"
@@ -323,7 +328,8 @@ def _reason(error: BaseException, kind: type) -> str:
         whole = re.fullmatch(r"(-?\d+)\.0", wrong[1]) if wrong[2] == "Integer" else None  # 1e3, as Hydra read it
         return f"{key} must be {_KINDS[wrong[2]]}, " + (f"such as {whole[1]}" if whole else f"got {wrong[1]!r}")
     elif "is not a ListConfig" in reason:
-        reason = f"{inner.value!r} is not a list; write it as '{key}=[{inner.value}]'"
+        like = as_yaml([*(OmegaConf.select(OmegaConf.structured(kind), key) or [inner.value])]).replace(" ", "")
+        reason = f"{inner.value!r} is not a list; write it as '{key}={like}'"
     elif "is not a subclass of" in reason:
         reason = f"{inner.value!r} is not a set of settings; {key!r} is a group: write {key}=CHOICE"
     elif reason.startswith("Invalid value"):

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 import graphmod
 from graphmod.errors import ConfigError, GraphmodError
@@ -36,10 +37,10 @@ def show(text: str, end: str = "\n") -> None:
     try:
         print(text, end=end, flush=True)
     except BrokenPipeError:
-        _drop_stdout()
+        _drop(sys.stdout)
         raise
     except OSError as error:
-        _drop_stdout()
+        _drop(sys.stdout)
         raise OutputError(f"the standard output cannot be written: {error.strerror or error}") from error
 
 
@@ -79,11 +80,11 @@ def unwritten() -> str | None:
     return None
 
 
-def _drop_stdout() -> None:
-    """Sends what is left of the standard output nowhere, so that Python does not complain about it on its way out."""
+def _drop(stream: TextIO) -> None:
+    """Sends what is left of an output nowhere, so that Python does not complain about it on its way out."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
+        os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
 
 
@@ -104,7 +105,7 @@ def stay_silent(listener: Callable[[str], None]) -> None:
     global _listener
     _listener = listener
     logging.root.handlers = [logging.NullHandler()]
-    _drop_stdout()
+    _drop(sys.stdout)
 
 
 def complain(message: object) -> None:
@@ -117,13 +118,20 @@ def complain(message: object) -> None:
 
 def complain_for_all(message: object) -> None:
     """Prints an error to the standard error output, also where another process speaks for this one."""
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    _print_error(f"error: {message}")
 
 
 def say_plainly(text: str) -> None:
     """Prints to the standard error output, unless another process speaks for this one."""
     if _listener is None:
+        _print_error(text)
+
+
+def _print_error(text: str) -> None:
+    try:
         print(text, file=sys.stderr, flush=True)
+    except OSError:  # there is nowhere to say it; the exit status stays what it is
+        _drop(sys.stderr)
 
 
 # -- the start ---------------------------------------------------------------------------------------------------------

@@ -10,12 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import InterpolationResolutionError
 
-from graphmod.cli.app import TRAIN, CommandCallback, default_folder, given_overrides, quoted, without_hydra
+from graphmod.cli.app import (
+    BASIC_SWEEPER,
+    TRAIN,
+    CommandCallback,
+    default_folder,
+    given_overrides,
+    quoted,
+    without_hydra,
+)
 from graphmod.cli.start import end_at_once, loading, own_rank, ranks_started, require_one_process, stay_silent
 from graphmod.errors import ConfigError
 from graphmod.train.folders import from_here, owned, unused
@@ -244,10 +253,26 @@ class TrainCallback(CommandCallback):
 
 def _swept(config: DictConfig) -> dict[str, bool]:
     """The keys that are given -> whether they have several values."""
+    basic = config.hydra.sweeper["_target_"] == BASIC_SWEEPER
     parser, params = OverridesParser.create(), OmegaConf.select(config.hydra, "sweeper.params") or {}
     found = {}
     for one in [*(f"{key}={value}" for key, value in params.items()), *given_overrides(config, "task")]:
         with suppress(OverrideParseException):
             (override,) = parser.parse_overrides([one])
             found[override.get_key_element()] = override.is_sweep_override()
+            if basic and override.is_sweep_override():
+                _require_jobs(one, override)
     return found
+
+
+def _require_jobs(given: str, override: Override) -> None:
+    """Raises ConfigError where there are no jobs for several values, or one job twice."""
+    if not override.is_discrete_sweep():
+        raise ConfigError(
+            f"{given} names no values; list them, or choose a sweeper that searches: hydra/sweeper=optuna "
+            "(pip install hydra-optuna-sweeper)"
+        )
+    sweep = override.value()
+    values = [*map(str, sweep.list)] if isinstance(sweep, ChoiceSweep) else []
+    if len({*values}) < len(values):
+        raise ConfigError(f"{given} gives a value twice, and its jobs would share a folder; give each value once")

@@ -304,6 +304,13 @@ def test_where_only_comparisons_have_models_generate_says_so(tmp_path, monkeypat
         (TRAIN, ["+foo=1", "--cfg", "job"], "there is no setting 'foo'"),
         (TRAIN, ["hydra.foo=1"], "there is no setting 'hydra.foo'; --cfg hydra prints those of Hydra"),
         (TRAIN, ["hydra/launcher=ray"], "a plugin may bring it: pip install hydra-ray-launcher"),
+        (TRAIN, ["hydra/launcher=foo"], "there is no choice 'foo' for 'hydra/launcher'"),
+        (TRAIN, ["hydra.launcher=foo"], "choices are written with a slash: hydra/launcher=foo"),
+        (TRAIN, ["hydra.callbacks.x._target_=a.B"], "is new there is added: +hydra.callbacks.x._target_=a.B"),
+        (TRAIN, ["+hydra.callbacks.x._target_=a.B"], "hydra.callbacks.x._target_=a.B cannot be imported: "),
+        (TRAIN, ["-m", "train.seed=interval(1,3)"], "train.seed=interval(1,3) names no values; list them, or "),
+        (TRAIN, ["-m", "train.seed=1,1"], "train.seed=1,1 gives a value twice"),
+        (TRAIN, ["optim.betas=0.9"], "0.9 is not a list; write it as 'optim.betas=[0.9,0.95]'"),
         (SERVE, ["--multirun", "serve.port=1,2"], "graphmod serve runs one server; drop --multirun"),
         (GENERATE, ["my_texts", "hi"], "such as model.path=my_texts"),
         (
@@ -392,12 +399,19 @@ def test_a_group_without_a_choice_is_no_bug(arguments, capfd):
     assert said.startswith("error: ") and "bug" not in said and "Traceback" not in said
 
 
-@pytest.mark.parametrize("arguments", ["--help", "--version", "compare --help", "train --help", "check --help"])
+@pytest.mark.parametrize(
+    "arguments", ["--help", "--version", "compare --help", "train --help", "check --help", "train --info defaults"]
+)
 def test_an_answer_that_cannot_be_written_is_one_line(arguments, tmp_path):
     command = f"{sys.executable} -m graphmod {arguments} > /dev/full"
     done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
     said = "error: the standard output cannot be written: No space left on device\n"
     assert (done.returncode, done.stderr) == (1, said)
+
+
+def test_an_error_that_cannot_be_written_leaves_the_exit_status(tmp_path):
+    command = f"{sys.executable} -m graphmod train train.stpes=3 2> /dev/full"
+    assert subprocess.run(["sh", "-c", command], cwd=tmp_path, check=False).returncode == 2
 
 
 def test_text_for_a_closed_standard_output_is_refused(tmp_path):
