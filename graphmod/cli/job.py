@@ -32,6 +32,7 @@ from graphmod.train.folders import (
     CHECKPOINTS,
     DamagedCheckpoint,
     checkpoints,
+    forget,
     from_here,
     link_latest,
     owned,
@@ -488,7 +489,11 @@ def run_job(cfg: DictConfig, job: Job, start: Start | None = None, failed: Excep
             found.held.close()  # which the first rank takes
             from graphmod.cli.launch import launch  # which a run alone does not load
 
-            launch(_told(found, job), count)
+            try:
+                launch(_told(found, job), count)
+            except JobFailed:
+                forget(found.folder, LOG_FILE)
+                raise
             return found.folder
     except JobFailed as error:
         if error.status >= 128:  # nobody wants what follows, either

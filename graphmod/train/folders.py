@@ -158,6 +158,17 @@ def owned(folder: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
+def forget(folder: Path, log: str) -> None:
+    """Removes the folder of a run that its ranks refused before it began: it holds what Hydra says of it, and an empty
+    file `log`."""
+    with suppress(OSError, GraphmodError), owned(folder):
+        if {*os.listdir(folder)} <= {LOCK_FILE, _HYDRA_FOLDER, log} and not (folder / log).stat().st_size:
+            shutil.rmtree(folder / _HYDRA_FOLDER, ignore_errors=True)
+            (folder / log).unlink()
+    with suppress(OSError):  # it holds something
+        folder.rmdir()
+
+
 # -- saved models ------------------------------------------------------------------------------------------------------
 
 NO_DOWNLOAD = "give that of a saved model (save_pretrained of model and tokenizer); nothing is downloaded"

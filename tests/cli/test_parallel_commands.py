@@ -139,6 +139,7 @@ def test_what_cannot_be_is_said_once(folder):
     assert status == 2
     (said,) = [line for line in err.splitlines() if "error" in line]
     assert said.startswith("error: the data is too short")
+    assert not (folder / "run").exists()
 
 
 @pytest.mark.slow
