@@ -312,7 +312,7 @@ def test_optuna_minimizes_the_last_loss(run, tmp_path):
     rate = "optim.learning_rate=choice(1e-6,1e-1)"
     sweep = ["-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=1"]
     status, _, said = run(*sweep, "hydra.sweeper.sampler.seed=1", *SMALL, "graph=none", rate, "hydra.sweep.dir=swept")
-    assert status == 0, said
+    assert status == 0 and "alembic" not in said, said
     best = yaml.safe_load((tmp_path / "swept" / "optimization_results.yaml").read_text())
     runs = {
         row["name"]: row["train_loss"]
