@@ -56,7 +56,7 @@ _JOINED = ("zero_grad",)  # eager parts where they come after one: what that has
 MOST = 8  # in one call: more cost more than they bring
 _RAISES = Reason("is an eager part, and raises an error", OUTSIDE)
 _TENSOR = object()  # stands for one in a form
-_ByGenerator: Any = contextlib._GeneratorContextManager
+_ByGenerator: Any = type(contextlib.contextmanager(lambda: (yield))())
 _UNWATCHED = ("contextlib", "warnings")  # what these change and put back has no guard
 
 
