@@ -227,6 +227,14 @@ class Reading:
         if isinstance(values[-2], Tensor) or type(values[-1]) is slice:
             self.use(values[0])
 
+    def part(self, frame: FrameType, argument: Any, values: list) -> None:
+        self.each(frame, argument, values[1:])
+        self.item(frame, argument, [values[0], slice(*values[1:])])
+
+    def store_part(self, frame: FrameType, argument: Any, values: list) -> None:
+        self.each(frame, argument, values[2:])
+        self.store_item(frame, argument, [*values[:2], slice(*values[2:])])
+
     def contains(self, frame: FrameType, argument: Any, values: list) -> None:
         key, container = values
         self.use(key)
@@ -582,8 +590,8 @@ _STEPS: dict[str, tuple[Callable, int]] = {
     "BINARY_SUBSCR": (Reading.item, 2),
     "DELETE_SUBSCR": (Reading.item, 2),
     "STORE_SUBSCR": (Reading.store_item, 3),
-    "BINARY_SLICE": (Reading.each, 3),
-    "STORE_SLICE": (Reading.each, 4),
+    "BINARY_SLICE": (Reading.part, 3),
+    "STORE_SLICE": (Reading.store_part, 4),
     "CONTAINS_OP": (Reading.contains, 2),
     "BINARY_OP": (Reading.each, 2),
     "COMPARE_OP": (Reading.compare, 2),
