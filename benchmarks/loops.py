@@ -5,7 +5,7 @@
     python benchmarks/loops.py --smoke            # tiny shapes on the CPU, to see that everything runs
 
 `compiled`: a step of one's own around `torch.compile(model)`, wrapped, beside `TrainStep(compile="default")`; the loss
-outside of the compiled model, and inside (`labels`), where TrainStep has it.
+outside of the compiled model, and inside (`labels`), where TrainStep has it; and with `compiled_update`, too.
 `plain`: a transformers model as it comes in such a step, beside the same with `use_static_causal_attention`.
 `moe`: a mixture of experts, whole step, beside eager.
 `decode`, `decode_compiled`: models with sliding windows beside a Llama of equal size.
@@ -25,7 +25,7 @@ from benchmarks.options import chosen, gpu_is_there, in_process, keep, tell
 
 # Group -> its programs; each is compared with the last one of its group that ends in "*".
 GROUPS: dict[str, tuple[str, ...]] = {
-    "compiled": ("train_step*", "own_step", "own_step_with_labels", "own_step_eager"),
+    "compiled": ("train_step*", "own_step", "own_step_with_labels", "own_step_compiled_update", "own_step_eager"),
     "plain": ("qwen3_static*", "qwen3", "llama_static*", "llama", "gemma_static*", "gemma"),
     "moe": ("eager*", "whole_step", "layers"),
     "decode": ("llama*", "mistral_window", "gemma3"),
@@ -71,7 +71,7 @@ def training(group: str, program: str, size: dict[str, int], device: str) -> tup
     """`(step(batch) -> loss, the wrappers)` of one program."""
     import torch
 
-    from graphmod import CUDAGraphModule, graph_layers
+    from graphmod import CUDAGraphModule, compiled_update, graph_layers
     from graphmod.train.attention import use_static_causal_attention
     from graphmod.train.settings import TrainGraphConfig
     from graphmod.train.step import TrainStep
@@ -96,15 +96,16 @@ def training(group: str, program: str, size: dict[str, int], device: str) -> tup
         step = TrainStep(model, optimizer, compile="default", config=TrainGraphConfig(scope="full_iteration"))
         return lambda tokens: step(tokens.unsqueeze(0)), [step]
     called = torch.compile(model) if group == "compiled" else model
+    update = compiled_update(optimizer) if program == "own_step_compiled_update" else optimizer.step
 
     def own(tokens: Any) -> Any:
-        if program == "own_step_with_labels":
+        if program in ("own_step_with_labels", "own_step_compiled_update"):
             loss = called(input_ids=tokens[:, :-1], labels=tokens[:, :-1], use_cache=False).loss
         else:
             logits = called(input_ids=tokens[:, :-1], use_cache=False).logits
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
         loss.backward()
-        optimizer.step()
+        update()
         optimizer.zero_grad()
         return loss.detach()
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from graphmod.step.eager_parts import eager
     from graphmod.step.entry import GraphStats
     from graphmod.step.static_inputs import mark_static
+    from graphmod.train.compile import compiled_update
     from graphmod.train.settings import Scope
     from graphmod.train.step import TrainStep
     from graphmod.wrap.layers import graph_layers, ungraph
@@ -33,6 +34,7 @@ _HOMES = {
     "GraphmodError": "graphmod.errors",
     "Scope": "graphmod.train.settings",
     "TrainStep": "graphmod.train.step",
+    "compiled_update": "graphmod.train.compile",
     "eager": "graphmod.step.eager_parts",
     "graph_layers": "graphmod.wrap.layers",
     "mark_static": "graphmod.step.static_inputs",
@@ -52,6 +54,7 @@ __all__ = [
     "Scope",
     "TrainStep",
     "check",
+    "compiled_update",
     "eager",
     "graph_layers",
     "mark_static",

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.optim import optimizer as base_optimizer
 from torch.optim.adam import adam
 
+from graphmod.errors import ConfigError
 from graphmod.torch_private import dynamo_config, foreach_mul, inductor_options
 from graphmod.train.activations import Recomputed
-from graphmod.train.parallel import local
+from graphmod.train.parallel import clip, local, total_norm
 from graphmod.words import warn_once
 
 # Each layer may be a variant of its own, in training and evaluation.
@@ -130,7 +131,7 @@ class CompiledUpdate:
         return (
             not switched_off()
             and type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
-            and "step" not in optimizer.__dict__
+            and _steps_by_itself(optimizer)
             and not any(_step_hooks(optimizer))
             and all(itertools.starmap(self._plain, enumerate(optimizer.param_groups)))
             and len({(self._settings[index], *kind) for (index, *kind), _ in self._kinds()}) <= _MOST_KINDS
@@ -193,6 +194,70 @@ class CompiledUpdate:
                     beta2=group["betas"][1],
                     **{name: group[name] for name in _SETTINGS},
                 )
+
+
+def _steps_by_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether nobody has replaced an optimizer's step, but for a scheduler, which counts the calls of it."""
+    step = optimizer.__dict__.get("step")
+    return step is None or getattr(step, "__wrapped__", None) is type(optimizer).step
+
+
+def compiled_update(
+    optimizer: torch.optim.Optimizer, max_grad_norm: float | None = None, compile: str = "default"
+) -> Callable[[], Tensor | None]:
+    """Clipping and the step of an Adam or AdamW as one compiled pass over memory, inside or outside of a captured step,
+    also of DistributedDataParallel and fully_shard. It stands for `clip_grad_norm_` and `optimizer.step()`:
+
+        update = graphmod.compiled_update(optimizer, max_grad_norm=1.0)
+        loss.backward()
+        norm = update()
+
+    The optimizer keeps the state. Its first step is its own, which makes that; so is each step while step hooks are on
+    it, or settings other than the rate are not those of the first time.
+
+    Args:
+        optimizer: exactly a `torch.optim.Adam` or `AdamW`, with a tensor on the parameters' device as `lr` (a scheduler
+            may fill it), and `capturable=True` or `fused=True`.
+        max_grad_norm: the gradients are taken as scaled to this total 2-norm where theirs is larger, but stay as they
+            are; None does not clip.
+        compile: `default` or `max`, of inductor's tuning.
+
+    Returns:
+        A function without arguments. It returns the gradients' total 2-norm before clipping, 0-d; None without
+        `max_grad_norm`.
+
+    Raises:
+        ConfigError: the optimizer is another, or is not built so.
+    """
+    kind = type(optimizer)
+    if compile not in ("default", "max"):
+        raise ConfigError(f"compile={compile!r} is not known; choose one of: default, max")
+    if kind not in (torch.optim.Adam, torch.optim.AdamW):
+        raise ConfigError(f"optimizer must be a torch.optim.Adam or AdamW, got {kind.__module__}.{kind.__qualname__}")
+    for group in optimizer.param_groups:
+        rate, device = group["lr"], group["params"][0].device
+        if not isinstance(rate, Tensor) or rate.device != device:
+            got = f"a tensor on {rate.device}" if isinstance(rate, Tensor) else f"{rate!r}"
+            raise ConfigError(f"optimizer must have a tensor on {device} as its lr, got {got}: lr=torch.tensor(1e-3)")
+        for name in ("amsgrad", "differentiable"):
+            if group[name]:
+                raise ConfigError(f"optimizer must be built with {name}=False, got {name}=True")
+        if not (group["fused"] or group["capturable"]):
+            raise ConfigError("optimizer must be built with capturable=True or fused=True, got neither")
+    run = CompiledUpdate(optimizer, compile)
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+
+    def update() -> Tensor | None:
+        if run.ready():
+            norm = None if max_grad_norm is None else total_norm(parameters)
+            run(norm, max_grad_norm)
+            vars(optimizer)["_opt_called"] = True  # for schedulers, which ask whether a step came before theirs
+            return norm
+        norm = None if max_grad_norm is None else clip(parameters, max_grad_norm)
+        optimizer.step()
+        return norm
+
+    return update
 
 
 # The steps that are built around one optimizer (`graph=auto`) compile once.
