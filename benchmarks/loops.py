@@ -7,6 +7,7 @@
 `compiled`: a step of one's own around `torch.compile(model)`, wrapped, beside `TrainStep(compile="default")`; the loss
 outside of the compiled model, and inside (`labels`), where TrainStep has it; and with `compiled_update`, too.
 `plain`: a transformers model as it comes in such a step, beside the same with `use_static_causal_attention`.
+`padded`: a model of transformers that is given a mask, of batches with and without padding in turn, beside eager.
 `moe`: a mixture of experts, whole step, beside eager.
 `decode`, `decode_compiled`: models with sliding windows beside a Llama of equal size.
 """
@@ -27,6 +28,7 @@ from benchmarks.options import chosen, gpu_is_there, in_process, keep, tell
 GROUPS: dict[str, tuple[str, ...]] = {
     "compiled": ("train_step*", "own_step", "own_step_with_labels", "own_step_compiled_update", "own_step_eager"),
     "plain": ("qwen3_static*", "qwen3", "llama_static*", "llama", "gemma_static*", "gemma"),
+    "padded": ("eager*", "whole_step", "layers"),
     "moe": ("eager*", "whole_step", "layers"),
     "decode": ("llama*", "mistral_window", "gemma3"),
     "decode_compiled": ("llama*", "mistral_window", "gemma3"),
@@ -34,6 +36,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 SIZE = {"layers": 12, "width": 768, "length": 256, "vocabulary": 32_000, "window": 512, "context": 1024}
 SMOKE = {"layers": 2, "width": 64, "length": 16, "vocabulary": 96, "window": 8, "context": 24}
 FLAGS = ("groups", "steps")
+PADDING = 0
 
 
 def config_of(kind: str, size: dict[str, int], **more: Any) -> Any:
@@ -102,7 +105,8 @@ def training(group: str, program: str, size: dict[str, int], device: str) -> tup
         if program in ("own_step_with_labels", "own_step_compiled_update"):
             loss = called(input_ids=tokens[:, :-1], labels=tokens[:, :-1], use_cache=False).loss
         else:
-            logits = called(input_ids=tokens[:, :-1], use_cache=False).logits
+            mask = (tokens[:, :-1] != PADDING).long() if group == "padded" else None
+            logits = called(input_ids=tokens[:, :-1], attention_mask=mask, use_cache=False).logits
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
         loss.backward()
         update()
@@ -125,7 +129,9 @@ def measure_training(group: str, program: str, size: dict[str, int], steps: int,
     if group == "moe" and device == "cuda":
         size = size | {"width": 1024}
     step, wrappers = training(group, program, size, device)
-    batches = [torch.randint(0, size["vocabulary"], (1, length), generator=generator) for _ in range(8)]
+    batches = [torch.randint(1, size["vocabulary"], (1, length), generator=generator) for _ in range(8)]
+    for batch in batches[1::2] if group == "padded" else ():
+        batch[:, -length // 4 :] = PADDING
     batches = [batch.to(device) for batch in batches]
     began = time.perf_counter()
     losses = [float(step(batch)) for batch in batches]
