@@ -64,7 +64,7 @@ def floor_ms(tensors: list[Tensor], steps: int) -> float:
 def measure(name: str, shape: tuple[int, int, int], how: str, steps: int, device: str) -> dict[str, Any]:
     parameters = weights(*shape, device)
     rate = torch.tensor(1e-6, device=device)
-    optimizer = torch.optim.AdamW(parameters, lr=rate, fused=True)
+    optimizer = torch.optim.AdamW(parameters, lr=rate, fused=True, capturable=device == "cuda")
     if how == "compiled":
         update = compiled_update(optimizer, max_grad_norm=1.0)
     else:
