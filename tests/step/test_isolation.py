@@ -108,7 +108,6 @@ def captured_now(graphed, gone):
 
 @pytest.fixture
 def no_collector():
-    gc.collect()
     gc.disable()
     yield
     gc.enable()

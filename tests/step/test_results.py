@@ -199,7 +199,7 @@ def test_a_cycle_that_holds_the_loss_until_the_collector_runs(graph, device):
         side.optimizer.step()
         side.optimizer.zero_grad()
 
-    play(two, step, device, graph=GRAPHS[graph][0](), steps=20)
+    play(two, step, device, graph=GRAPHS[graph][0](), steps=12)
 
 
 def test_numpy_views_of_results_keep_their_values():
