@@ -756,16 +756,14 @@ def tokenizer_key(tokenizer: Any) -> str | None:
     return hashlib.sha256(json.dumps([said, versions], default=str).encode()).hexdigest()
 
 
-def cached(folder: str | None, key: dict[str, Any], make: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def cached(folder: str, key: dict[str, Any], make: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """The tokens and where documents begin, from the file of `key` in `folder`, or else from `make`, and kept there.
 
     Args:
-        folder: made if need be; None keeps nothing.
+        folder: made if need be.
         key: plain values, all that the tokens depend on.
         make: the tokens, as `flattened` returns them.
     """
-    if folder is None:
-        return make()
     name = hashlib.sha256(json.dumps({"format": _FORMAT, **key}, sort_keys=True).encode()).hexdigest()[:32]
     path = Path(folder).expanduser() / f"{name}.safetensors"
     if path.is_file():
@@ -981,18 +979,24 @@ def load_corpus(data: DataConfig, model: ModelConfig, seed: int) -> Corpus:
     folder = _tokenizer_folder(data, model)
     tokenizer = None if folder is None else load_tokenizer(folder)
     name = "Python's standard library" if stdlib else ", ".join(data.path)
-    key = {
-        "files": files_key(files),
-        "tokenizer": tokenizer_key(tokenizer),
-        "settings": [str(getattr(data, setting)) for setting in _DECIDES_TOKENS],
-    }
+
+    def kept(make: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        if data.cache is None:
+            return make()
+        key = {
+            "files": files_key(files),
+            "tokenizer": tokenizer_key(tokenizer),
+            "settings": [str(getattr(data, setting)) for setting in _DECIDES_TOKENS],
+        }
+        return cached(data.cache, key, make)
+
     codec = None if tokenizer is None else TokenizerCodec(tokenizer)
     if rows:
-        tokens, starts = cached(data.cache, key, lambda: load_rows(data, codec))
+        tokens, starts = kept(lambda: load_rows(data, codec))
     elif codec is None:
         tokens, starts = _as_bytes(_text_documents(files, data))
     else:
-        tokens, starts = cached(data.cache, key, lambda: _tokenized(files, data, codec))
+        tokens, starts = kept(lambda: _tokenized(files, data, codec))
     if len(tokens) == 0:
         raise ConfigError(f"the data is empty: {name} ({counted(len(files), 'file')}) holds no text")
     vocab, unit = (_BYTE_VOCABULARY, "tokens (bytes)") if tokenizer is None else (len(tokenizer), "tokens")

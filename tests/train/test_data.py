@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from graphmod.errors import ConfigError
+from graphmod.train import data as data_module
 from graphmod.train.batches import (
     WindowSampler,
     evaluation_starts,
@@ -30,6 +31,16 @@ def test_the_default_corpus_is_python_sources_and_capped():
     assert 5000 <= len(corpus.tokens) < 5100
     first = standard_library_files()[0].read_bytes()[:50]
     assert bytes(corpus.tokens[: len(first)].tolist()) == first
+
+
+@pytest.mark.parametrize("tokenized", [False, True])
+def test_for_tokens_that_are_not_kept_no_file_is_asked_whether_it_changed(tokenized, tmp_path, monkeypatch, text):
+    monkeypatch.setattr(data_module, "files_key", lambda files: pytest.fail("the files were asked"))
+    more = {"cache": str(tmp_path / "cache")}  # which bytes are not kept in
+    if tokenized:
+        word_tokenizer(tmp_path / "words", ["a line of text"])
+        more = {"cache": None, "tokenizer": str(tmp_path / "words")}
+    assert len(load_corpus(text_data(text, **more), ModelConfig(), 0).tokens)
 
 
 def test_standard_library_files_are_sorted_sources_without_tests():
