@@ -163,6 +163,7 @@ class InNode(Base):
 
 PLACES = {one.__name__: one for one in (InFunction, InHook, AtResult, InModuleHook, InPacked, InNode)}
 WHEN = ("between, once", "between, each step", "between, alternating", "after, once", "never")
+IN_LAYERS = ("between, each step", "between, alternating")  # which those of layers show, too
 
 
 def play(kind, look, change, when, graph):
@@ -214,9 +215,8 @@ def assert_same(eager, graphed):
             assert torch.equal(one, other), step
 
 
-@pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", [*READS, *CHANGES])
+@pytest.mark.parametrize(("kind", "when"), [*itertools.product(READS, WHEN), *((kind, "never") for kind in CHANGES)])
 def test_layers_whose_backward_runs_python_give_eagers_numbers(kind, place, when):
     look, change = READS.get(kind) or (CHANGES[kind], lambda *_: None)
     eager, _ = play(PLACES[place], look, change, when, twice)
@@ -226,7 +226,9 @@ def test_layers_whose_backward_runs_python_give_eagers_numbers(kind, place, when
         assert all(one.stats.replays > STEPS for one in model.graphs)
 
 
-@pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize(
+    "when", [pytest.param(one, marks=pytest.mark.slow if one in IN_LAYERS else []) for one in WHEN]
+)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("read", READS)
 def test_what_only_the_backward_reads_is_compared_before_it_replays(read, place, when):
