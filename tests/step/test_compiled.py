@@ -117,7 +117,7 @@ def whole(program, **settings):
         *(({"how": how}, "aot_eager") for how in ("module", "in place", "function", "layers")),
         ({"kind": Broken}, "aot_eager"),
         ({"autocast": True}, "aot_eager"),
-        *(pytest.param(one, "inductor", marks=INDUCTOR.marks) for one in ({"kind": Broken, "dropout": 0.5},)),
+        pytest.param({"kind": Broken, "dropout": 0.5}, "inductor", marks=[*INDUCTOR.marks, pytest.mark.slow]),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else value,
 )
@@ -153,7 +153,13 @@ def _forgotten(program):
 
 
 @no_inductor
-@pytest.mark.parametrize("change", [_scale, _weight, _evaluation, _layer, _global, _forgotten])
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(_scale, _weight, _global, _forgotten),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in (_evaluation, _layer)),
+    ],
+)
 def test_what_compiled_code_read_is_guarded(change, backend, device, monkeypatch):
     monkeypatch.setitem(globals(), "SCALE", 1.0)
 
@@ -247,7 +253,7 @@ def test_items_of_what_compiled_code_closes_over_are_watched(kind, device):
         assert torch.equal(graphed(x), function(x)), step
 
 
-@backends
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[*INDUCTOR.marks, pytest.mark.slow])])
 def test_an_optimizer_that_is_compiled(backend, device):
     results = []
     for graphed in (False, True):

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphmod.train import compile as compile_module
 from graphmod.train.batches import PADDING, packed_next_token_loss, padded_next_token_loss
 from graphmod.train.loss import causal_lm_loss, count_targets_of, next_token_loss
 from graphmod.train.run import Evaluation
@@ -191,7 +192,10 @@ def test_so_they_do_in_evaluation(scope, device):
     twins(build, step, device, graph=graphs(scope, **settings), replays=each)
 
 
-def test_so_they_do_compiled(device, fresh_dynamo):
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_so_they_do_compiled(device, fresh_dynamo, monkeypatch, backend):
+    if backend != "inductor":  # which takes seconds
+        monkeypatch.setattr(compile_module, "_how", lambda how, device: {"backend": backend})
     settings = {"loss_fn": padded_next_token_loss, "compile": "default"}
     sides = []
     for scope in ("none", "full_iteration"):
