@@ -21,16 +21,18 @@ def ranks(request):
 
 
 KINDS = [("own", "step"), ("ddp", "step"), ("ddp", "layers"), ("fsdp", "step"), ("tp", "step")]
-MORE_KINDS = [("ddp_own_buffers", "step"), ("fsdp_whole", "step"), ("fsdp_bf16", "step")]
-MORE_KINDS += [("fsdp", "layers"), ("fsdp_whole", "layers"), ("fsdp_bf16", "layers"), ("tp", "layers")]
+QUICK_KINDS = [("ddp_own_buffers", "step"), ("fsdp_whole", "step"), ("fsdp_bf16", "step")]
+QUICK_KINDS += [("fsdp", "layers"), ("tp", "layers")]
+SLOW_KINDS = [("fsdp_whole", "layers"), ("fsdp_bf16", "layers")]
 
 
 @pytest.mark.parametrize(
     ("kind", "how", "microbatches"),
     [
-        *((*one, 3) for one in (*KINDS, *MORE_KINDS)),
+        *((*one, 3) for one in (*KINDS, *QUICK_KINDS)),
         *((*one, 1) for one in KINDS),
-        *(pytest.param(*one, 1, marks=pytest.mark.slow) for one in MORE_KINDS),
+        *(pytest.param(*one, 3, marks=pytest.mark.slow) for one in SLOW_KINDS),
+        *(pytest.param(*one, 1, marks=pytest.mark.slow) for one in (*QUICK_KINDS, *SLOW_KINDS)),
     ],
 )
 def test_training_has_the_numbers_of_eager(ranks, kind, how, microbatches):
@@ -209,7 +211,13 @@ def test_looking_at_a_ddp_leaves_it_as_it_was(ranks, settings, before):
             assert as_found and equal and replays, found
 
 
-@pytest.mark.parametrize("how", ["inside, none", "inside, zeros", "outside, none", "outside, zeros", "never"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("inside, none", "outside, zeros", "never"),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("inside, zeros", "outside, none")),
+    ],
+)
 def test_gradients_of_sharded_parameters_are_cleared_in_any_way(ranks, how):
     for equal, replays, moved, why in ranks.run(habits.clears_sharded, how):
         assert equal and replays > 4 and not moved, (equal, replays, moved, why)

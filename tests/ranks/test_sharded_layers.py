@@ -263,7 +263,7 @@ def ranks(request):
 
 
 REPLAYED = ("as it comes", "checkpoint", "mixed", "frozen", "last stays whole", "saves", "prefetches")
-QUICK = (*REPLAYED, "towers", "twice", "evaluates", "unshards in between", "moves", "raises", "another rank")
+QUICK = (*REPLAYED, "towers", "twice", "evaluates", "moves", "raises", "another rank")
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,7 @@ def ranks(request):
 
 
 REPLAYED = ("as it comes", "accumulates", "checkpoint", "sequence", "by hand", "two losses")
-QUICK = (*REPLAYED, "backward only", "fails in a forward", "fails in a backward", "moves", "other settings", "twice")
+QUICK = (*REPLAYED, "backward only", "fails in a backward", "other settings", "twice")
 
 
 @pytest.mark.parametrize(
