@@ -248,7 +248,10 @@ def test_folders_of_jobs_are_named_as_they_are_set(run, tmp_path):
 
 @pytest.mark.parametrize(
     ("override", "seeds"),
-    [("train.seed=range(3)", [0, 1, 2]), ("train.seed=choice(4,2)", [4, 2]), ("train.seed=glob(*)", None)],
+    [
+        pytest.param("train.seed=range(3)", [0, 1, 2], marks=pytest.mark.slow),
+        *(("train.seed=choice(4,2)", [4, 2]), ("train.seed=glob(*)", None)),
+    ],
 )
 def test_values_are_swept_as_hydra_writes_them(run, tmp_path, override, seeds):
     status, _, said = run("-m", *SMALL, "graph=none", override, "hydra.sweep.dir=swept")

@@ -73,7 +73,7 @@ def warm(model, **settings):
     "settings",
     [
         pytest.param({"attention": "sdpa"}, marks=pytest.mark.slow),
-        {"attention": "own"},
+        pytest.param({"attention": "own"}, marks=pytest.mark.slow),
         {"offload": "layers", "offload_resident": 0.5},
     ],
 )

@@ -23,6 +23,7 @@ CHANGING = {
     "num_beams": 3,
     "stop_strings": ["a"],
 }
+QUICK = ("repetition_penalty", "suppress_tokens", "num_beams", "stop_strings")
 
 
 def engine_of(device, said, **settings):
@@ -58,7 +59,9 @@ def test_a_model_that_says_nothing_changes_nothing(device, caplog):
     assert tokens(engine) == tokens(engine_of(device, DRAWN, generation_config="none"))
 
 
-@pytest.mark.parametrize("name", CHANGING)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[] if one in QUICK else pytest.mark.slow) for one in CHANGING]
+)
 def test_what_would_change_greedy_tokens_is_told_and_refused(name, caplog):
     engine = engine_of(torch.device("cpu"), DRAWN | {name: CHANGING[name]})
     assert name in caplog.text

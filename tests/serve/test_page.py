@@ -254,7 +254,10 @@ def test_a_conversation_survives_a_reload_also_one_amid_an_answer_until_a_new_on
 @needs_browser
 @pytest.mark.parametrize(
     "stored",
-    ["{", "null", "7", '{"messages": 3}', '{"messages": [null, 1]}', told("asked"), told("asked", 3)],
+    [
+        *("{", "null", '{"messages": [null, 1]}', told("asked", 3)),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("7", '{"messages": 3}', told("asked"))),
+    ],
 )
 def test_what_the_browser_keeps_may_be_wrong(page, stored):
     keep(page, stored)

@@ -138,7 +138,11 @@ def without_callbacks_of_the_collector():
 @pytest.mark.parametrize("at", [RECORDED, CAPTURED])
 @pytest.mark.parametrize(
     ("whole", "source", "error"),
-    [(True, BySignal, KeyboardInterrupt), (False, BySignal, Alarm), (True, ByThread, Alarm), (False, ByThread, Alarm)],
+    [
+        *((True, BySignal, KeyboardInterrupt), (False, ByThread, Alarm)),
+        pytest.param(False, BySignal, Alarm, marks=pytest.mark.slow),
+        pytest.param(True, ByThread, Alarm, marks=pytest.mark.slow),
+    ],
 )
 def test_an_interrupt_at_any_moment_reaches_the_program_and_leaves_everything_as_it_was(whole, source, error, at):
     if source is BySignal and threading.current_thread() is not threading.main_thread():

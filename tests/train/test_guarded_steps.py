@@ -207,8 +207,11 @@ DROPOUT = ["model=gpt2_tiny", "model.dropout=0.2"]
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize(
     "more",
-    [[], ["train.precision=bf16_mixed", "train.grad_accumulation=2"], ["train.eval_every=3", "train.eval_batches=2"]],
-    ids=["plain", "autocast and microbatches", "with evaluation"],
+    [
+        pytest.param([], id="plain", marks=pytest.mark.slow),
+        pytest.param(["train.precision=bf16_mixed", "train.grad_accumulation=2"], id="autocast and microbatches"),
+        pytest.param(["train.eval_every=3", "train.eval_batches=2"], id="with evaluation"),
+    ],
 )
 def test_activation_checkpointing_repeats_the_dropout_of_the_forward(on_text, tmp_path, scope, more):
     plain = train(on_text(*DROPOUT, *more, "graph=none"), tmp_path / "plain")

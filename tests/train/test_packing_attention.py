@@ -1,7 +1,5 @@
 """Attention that is told where packed documents begin computes what a mask does, in graphs as in eager."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -101,7 +99,9 @@ def test_it_computes_what_a_mask_does(tiny, stand_in, name):
 @pytest.mark.parametrize(
     "more, scope",
     [
-        *itertools.product([[], ["train.precision=bf16_mixed"]], SCOPES),
+        *((["train.precision=bf16_mixed"], "per_layer"), ([], "full_iteration")),
+        pytest.param(["train.precision=bf16_mixed"], "full_iteration", marks=pytest.mark.slow),
+        pytest.param([], "per_layer", marks=pytest.mark.slow),
         pytest.param(["graph.compile=default"], "full_iteration", marks=pytest.mark.slow),
     ],
     ids=str,

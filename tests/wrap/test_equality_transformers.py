@@ -29,6 +29,13 @@ def gpt2():
 
 MODELS = {"llama": llama, "qwen3": qwen3, "gpt2": gpt2}
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+models = pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        *(("llama", "fp32"), *((name, "bf16") for name in MODELS)),
+        *(pytest.param(name, "fp32", marks=pytest.mark.slow) for name in ("qwen3", "gpt2")),
+    ],
+)
 
 
 def builder(name, dtype=torch.float32):
@@ -54,8 +61,7 @@ def loop(side, i):
     side.optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", MODELS)
+@models
 def test_layers_of_a_language_model_equal_eager(name, precision, device):
     def graph(side):
         side.graphs = graph_layers(side.model, config())
@@ -64,8 +70,7 @@ def test_layers_of_a_language_model_equal_eager(name, precision, device):
     twins(build, loop, device, graph=graph, replays=2 * 2 * 2)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", MODELS)
+@models
 def test_a_hand_written_iteration_of_a_language_model_equals_eager(name, precision, device):
     def iteration_of(side):
         def iteration(batch):
@@ -93,8 +98,7 @@ def test_a_hand_written_iteration_of_a_language_model_equals_eager(name, precisi
 
 
 @pytest.mark.parametrize("scope", ["per_layer", "full_iteration"])
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", MODELS)
+@models
 def test_a_train_step_of_a_language_model_equals_eager(name, precision, scope, device):
     def make(device):
         return {**builder(name, PRECISIONS[precision])(device), "run": None}

@@ -58,8 +58,15 @@ def eagerly(name, bf16, device):
     return losses, weights
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("way", ["layers", "step"])
+@pytest.mark.parametrize(
+    ("way", "bf16"),
+    [
+        pytest.param("layers", False, id="layers-fp32"),
+        pytest.param("step", True, id="step-bf16"),
+        pytest.param("layers", True, id="layers-bf16", marks=pytest.mark.slow),
+        pytest.param("step", False, id="step-fp32", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", other_models.OTHERS)
 def test_training_is_that_of_eager(name, way, bf16, device):
     words = name.split()
