@@ -106,8 +106,8 @@ def test_a_folder_that_cannot_be_written_is_one_clear_error(shell, tmp_path):
     assert_one_clear_error(shell(*TINY), "runs", "hydra.run.dir=FOLDER", status=1)
 
 
-def test_a_run_reports_itself_and_leaves_events_result_and_checkpoint(new_shell, tmp_path):
-    done = new_shell(*TINY, "data.max_bytes=20000", "train.eval_every=4", "train.eval_batches=1")
+def test_a_run_reports_itself_and_leaves_events_result_and_checkpoint(shell, tmp_path):
+    done = shell(*TINY, "data.max_bytes=20000", "train.eval_every=4", "train.eval_batches=1")
     assert done.returncode == 0, done.stderr
     for words in ("captures", "replays", "eager calls", "capturing took", "step ", "tokens/s", "loss "):
         assert words in done.stdout
