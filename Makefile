@@ -45,7 +45,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$$found -m venv $(VENV)
 	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(VENV)/constraints.txt -e '.[dev]'
-	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # as pip does, but on all cores; some templates are not Python
+	@$(BIN)/python -m compileall -qq -j 0 -x '/tests/' $(VENV)/lib || true  # as pip does, but on all cores; some templates are not Python
 	@touch $@
 
 train: $(STAMP) ## train a small model on Python's own sources, in graphs; ARGS are settings
