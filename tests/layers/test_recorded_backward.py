@@ -501,7 +501,7 @@ def test_a_watch_that_another_thread_stops_leaves_nothing_behind():
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("how", CHANGES)
-@pytest.mark.parametrize("at", range(9))
+@pytest.mark.parametrize("at", [pytest.param(at, marks=pytest.mark.slow if at % 2 else []) for at in range(9)])
 def test_it_matters_at_no_step_when_something_changes(at, how, way):
     def step(model, call, x, i):
         loss = call(x).square().sum()
