@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from graphmod.guards.changes import imports, what_changed
 from graphmod.guards.guards import Guards
@@ -27,6 +28,7 @@ from graphmod.torch_private import (
 from graphmod.trace import dispatch
 from graphmod.trace.garbage import no_garbage_collection
 from graphmod.trace.host_draws import HostDraws
+from graphmod.trace.operations import address
 from graphmod.trace.recorder import Recorder
 from graphmod.trace.script import Script
 from graphmod.trace.undo import Undo, is_interrupt, undoing
@@ -116,6 +118,7 @@ def record(
     refused = refused or what_changed(notes)
     if recorder.mask_saved is not None and call.result.differentiable:
         refused = refused or str(recorder.mask_saved)  # a backward outside indexes with it once more
+    refused = refused or _read_by_other_names(call, recorder, notes)
     parts = recorder.parts
     assert isinstance(parts, RecordedParts)
     refused = refused or parts.finish(recorder, bool(call.result.differentiable))
@@ -143,6 +146,19 @@ def record(
     elif methods is not None and made.refused is not None and not made.differentiable:
         made.judged_again = methods.learn(recorder, made.refused)
     return made
+
+
+def _read_by_other_names(call: Call, recorder: Recorder, notes: Notes) -> str | None:
+    """What is read on the host of memory that is an argument's, but that code finds elsewhere too, in words: nobody can
+    tell which of the two it is of. None where there is none."""
+    reads = None if recorder.host_draws is None else recorder.host_draws.given
+    if not reads:
+        return None
+    given = call.flat.seen
+    found = [note.before() for note in notes.notes.values() if id(note.owner) not in given]
+    found += [item for value, items, _ in notes.contents.values() if id(value) not in given for item in items]
+    hazards = (reads.read_given.get(address(one)) for one in found if isinstance(one, Tensor))
+    return next((str(hazard) for hazard in hazards if hazard is not None), None)
 
 
 def record_reads(

@@ -354,7 +354,7 @@ class HostDraws:
             differs = self._differs(numbers)
         except Exception as error:  # of what code chose from, or compared with
             let_through(error)
-            return f"what it draws on the host cannot be drawn again: {error}"
+            return f"what it draws or reads on the host cannot be had before the call: {error}"
         return None if differs is None else self._differences[differs]
 
     def advance(self) -> None:

@@ -26,6 +26,7 @@ from graphmod.trace.operations import Facts, address, each_tensor, tensors_in, w
 _MOST_STEPS = 64  # operations before one replay: more cost more than they bring
 _MOST_BYTES = 1 << 16  # of what is compared
 _MOST_CONSTANT = 1 << 20  # bytes of a constant that is kept
+_SHARE = ("numpy", "__dlpack__")  # which give memory to others
 # What fails where an index is out of bounds; on a GPU that ends the process.
 _BY_INDEX = (
     "index", "gather", "scatter", "embedding", "take", "put", "_unsafe_index", "one_hot", "select_scatter", "histc",
@@ -39,14 +40,17 @@ class _Memory:
     Attributes:
         source: where it is had: the index of an argument, a tensor from outside, or a copy of a constant; None if one
             of the steps makes it.
-        offset: bytes from its beginning to that of the argument or result through which it is had.
+        offset, end: bytes from its beginning to where the argument or result begins and ends through which it is had.
         own: whether it may be changed.
+        read: whether code has read of it on the host, so that it has to stay as it is for all steps that follow.
     """
 
-    __slots__ = ("offset", "own", "source")
+    __slots__ = ("end", "offset", "own", "read", "source")
 
-    def __init__(self, source: int | Tensor | None, offset: int, own: bool) -> None:
-        self.source, self.offset, self.own = source, offset, own
+    def __init__(self, source: int | Tensor | None, through: Tensor, own: bool) -> None:
+        self.source, self.own, self.read = source, own, False
+        self.offset = _offset(through)
+        self.end = _end(self.offset, through)
 
 
 class _View(NamedTuple):
@@ -82,6 +86,7 @@ class HostReads:
 
     Attributes:
         known: address -> the memory there, whose values are followed.
+        read_given: address of an argument on which a value depends -> the first of what reads such a one.
         seconds: that `find` took.
     """
 
@@ -94,6 +99,7 @@ class HostReads:
     ) -> None:
         self._origins, self._changed, self._refuse = origins, changed, refuse
         self.known: dict[int, _Memory] = {}
+        self.read_given: dict[int, Hazard] = {}
         self.seconds = 0.0
         self._steps: list[_Done] = []
         self._needed: set[int] = set()
@@ -101,11 +107,10 @@ class HostReads:
         self._wanted: list[Callable[[Callable], Tensor]] = []
         self._dtypes: list[torch.dtype | None] = []  # of a number; None where the bytes count
         self.values: list[Any] = []
-        self._given_at = set(map(address, leaves))
-        at = [address(leaf) if _is_plain(leaf) else 0 for leaf in leaves]
-        for index, (where, leaf) in enumerate(zip(at, leaves, strict=True)):
-            if where and at.count(where) == 1:
-                self.known[where] = _Memory(index, _offset(leaf), own=False)
+        self._given_at = list(map(address, leaves))
+        for index, (where, leaf) in enumerate(zip(self._given_at, leaves, strict=True)):
+            if where and _is_plain(leaf) and self._given_at.count(where) == 1:
+                self.known[where] = _Memory(index, leaf, own=False)
 
     # -- the recorded call -------------------------------------------------------------------------------------------
 
@@ -155,7 +160,7 @@ class HostReads:
             writes = [self.known[address(tensor)] for tensor in changed]
         except LookupError:
             return None
-        if not used or not all(memory.own or isinstance(memory.source, int) for memory in writes):
+        if not used or any(memory.read or (isinstance(memory.source, Tensor) and not memory.own) for memory in writes):
             return None
         for memory in writes:
             memory.own = True
@@ -172,22 +177,26 @@ class HostReads:
             if memory is None:
                 return None
             self.known[where] = memory
-        return _View(memory, tensor.size(), tensor.stride(), _offset(tensor), tensor.dtype)
+        offset = _offset(tensor)
+        if isinstance(memory.source, int) and not memory.offset <= offset <= _end(offset, tensor) <= memory.end:
+            return None  # what is beside an argument is no part of the next one
+        return _View(memory, tensor.size(), tensor.stride(), offset, tensor.dtype)
 
     def _first_seen(self, tensor: Tensor, where: int) -> _Memory | None:
         if not where:
             return None
-        if where in self._origins:
-            size = tensor.untyped_storage().nbytes()
-            if self._origins.of(where, tensor) != CONSTANTS or size > _MOST_CONSTANT:
-                return None
-            with torch.inference_mode(False), torch.no_grad():
+        with hidden(), torch.inference_mode(False), torch.no_grad():
+            if where in self._origins:
+                size = tensor.untyped_storage().nbytes()
+                if self._origins.of(where, tensor) != CONSTANTS or size > _MOST_CONSTANT:
+                    return None
                 whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-                return _Memory(whole.clone(), 0, own=True)
-        if where in self._given_at or where in self._changed or tensor.requires_grad:
-            return None
-        outside = tensor.detach()
-        return _Memory(outside, _offset(outside), own=False)
+                constant = whole.clone()
+                return _Memory(constant, constant, own=True)
+            if where in self._given_at or where in self._changed or tensor.requires_grad:
+                return None
+            outside = tensor.detach()
+            return _Memory(outside, outside, own=False)
 
     def done(self, step: _Done | None, result: Any, fresh: list[Tensor]) -> None:
         """Takes in what an operation made, of which `fresh` lies in memory that may have been another tensor's."""
@@ -200,7 +209,7 @@ class HostReads:
             where = address(tensor)
             if where in new and _is_plain(tensor):
                 new.discard(where)
-                self.known[where] = memory = _Memory(None, _offset(tensor), own=True)
+                self.known[where] = memory = _Memory(None, tensor, own=True)
                 step.made.append((index, memory))
         if step.made or step.changed:
             self._steps.append(step)
@@ -219,11 +228,10 @@ class HostReads:
         Returns:
             What gives its present value; None where it cannot be had before a call.
         """
-        if not all(address(tensor) in self.known for tensor in tensors):
-            return None
         views = [self._view(tensor) for tensor in tensors]
         found = [view for view in views if view is not None]
-        if len(found) < len(tensors) or not self._take(found, hazard):
+        # Nobody sees what is written by way of memory that is shared.
+        if name in _SHARE or len(found) < len(tensors) or not self._take(found, hazard):
             return None
         if name == "_local_scalar_dense" and tensors[0].numel() == 1:
             self._want(lambda there: there(found[0]), tensors[0].dtype)
@@ -255,8 +263,12 @@ class HostReads:
             return False
         self._needed |= needed
         used = [memory for index in needed for memory in self._steps[index].used]
+        for view in views:
+            view.memory.read = True
         for memory in (*used, *(view.memory for view in views)):
-            if isinstance(memory.source, Tensor) and not memory.own:
+            if isinstance(memory.source, int):
+                self.read_given.setdefault(self._given_at[memory.source], hazard)
+            elif isinstance(memory.source, Tensor) and not memory.own:
                 self._read_from.setdefault(address(memory.source), []).append(hazard)
         return True
 
@@ -332,6 +344,11 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _offset(tensor: Tensor) -> int:
     return int(tensor.storage_offset()) * tensor.itemsize
+
+
+def _end(offset: int, tensor: Tensor) -> int:
+    last = sum((size - 1) * step for size, step in zip(tensor.size(), tensor.stride(), strict=True))
+    return offset + (last + 1) * tensor.itemsize if tensor.numel() else offset
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -65,6 +65,8 @@ READS = {
     "of memory that is filled": filled,
     "two of them": lambda net, x, mask: net.linear(x) * (2 if mask[0].all() else 3) if net.flag else net.linear(x) - 1,
     "items by a list": lambda net, x, mask: net.linear(x) if 1 in mask[:, [-1, 0]] else net.linear(x) * 2,
+    "a list of a buffer": lambda net, x, mask: net.linear(x) * sum(net.levels.tolist()),
+    "nonzero of a buffer": lambda net, x, mask: net.linear(x)[:, (net.levels > 1.5).nonzero().squeeze(1)],
     "a view": lambda net, x, mask: net.linear(x) if mask.T[-1].view(2, 2).any() else net.linear(x) - 1,
 }
 
@@ -161,6 +163,57 @@ def test_what_depends_on_more_stays_eager(device, read):
     assert same(found, expected)
     assert not wrapper.stats.replays
     assert "on the host" in wrapper.last_failure
+
+
+def changed_after_a_read(net, x, mask):
+    full = mask.all().long()
+    result = net.linear(x) * (2 if full.item() else 1)
+    full.fill_(1)
+    return result + full.item()
+
+
+def shared_with_numpy(net, x, mask):
+    mask = mask.clone()
+    mask.numpy()[0] = 7
+    return net.linear(x) * mask
+
+
+SHARED = torch.ones(8, 4, dtype=torch.long)
+
+
+def of_another_name(net, x, mask):
+    return net.linear(x) * (2 if SHARED[:4].all() else 3) + mask.sum()
+
+
+def beside_an_argument(net, x, mask):
+    return net.linear(x) * (2 if mask.as_strided((8, 4), (4, 1), 0).all() else 3)
+
+
+AWKWARD = (changed_after_a_read, shared_with_numpy, of_another_name, beside_an_argument)
+
+
+@pytest.mark.parametrize("read", AWKWARD)
+def test_reads_of_what_may_be_another_value_before_a_replay(read):
+    """Memory that changes or that is another's in the next call."""
+
+    def run(graph):
+        net, found = build("cpu"), []
+        step = lambda x, mask: read(net, x, mask).detach()  # noqa: E731
+        step = CUDAGraphModule(step, config()) if graph else step
+        for index in range(24):
+            x, mask = inputs(index, "cpu")
+            SHARED.fill_(1)
+            if index < (3 if read is beside_an_argument else 6):
+                mask = SHARED[:4]
+            elif read is of_another_name:
+                SHARED[:4], mask = mask, torch.ones_like(mask)
+            try:
+                found.append(step(x, mask).clone())
+            except RuntimeError:
+                found.append(torch.zeros(()))
+        return found
+
+    assert same(run(True), run(False))
 
 
 def test_values_that_never_come_again_are_told_of_and_given_up(device, caplog):
