@@ -411,18 +411,15 @@ class Check:
             return Reason("uses the value of a host tensor, which a graph would freeze", "keep it on the GPU")
         return None
 
-    def kept_by(self, reason: Reason, given: list[Tensor]) -> list[Tensor] | None:
-        """The tensors that must be constant for something kept to stand in for an operation; None where nothing can."""
-        if not reason.kept:
-            return None
-        wanted = needed(reason, given, self.on_gpu)
-        return wanted if self._constant(wanted) else None
+    def keeps(self, reason: Reason, needs: list[Tensor]) -> bool:
+        """Whether something kept can stand in for an operation, since all that it `needed` is constant."""
+        return bool(reason.kept) and self._constant(needs)
 
 
-def needed(reason: Reason, given: list[Tensor], on_gpu: bool) -> list[Tensor]:
+def needed(reason: Reason, args: tuple, given: list[Tensor], on_gpu: bool) -> list[Tensor]:
     """Those of an operation's tensors whose values it would read on the host."""
     if reason.kept == "masks":
-        return [tensor for tensor in given if is_mask(tensor)]
+        return [index for index in args[1] if is_mask(index)]
     return [tensor for tensor in given if not tensor.is_cuda] if on_gpu and reason.kept == "arguments" else given
 
 

@@ -369,7 +369,7 @@ class Recorder:
         reason = self._check.read([tensor])
         if reason is not None and self._is_compared_here(tensor, name, reason):
             return
-        if reason is not None and not (self.on_gpu and self._check.kept_by(reason, [tensor]) is not None):
+        if reason is not None and not (self.on_gpu and self._check.keeps(reason, [tensor])):
             self.refuse(name, reason)
 
     def _is_compared_here(self, tensor: Tensor, name: str, reason: Reason) -> bool:
@@ -565,11 +565,11 @@ class Recorder:
 
     def _to_keep(self, one: Operation, reason: Reason) -> Kept | None:
         """What is kept of an operation that reads on the host, for captures; None where that is not to be had."""
-        needs = needed(reason, one.given, self.on_gpu)
-        compared = self._check.kept_by(reason, one.given) is None
+        needs = needed(reason, one.args, one.given, self.on_gpu)
+        compared = not self._check.keeps(reason, needs)
         if self.script is None or (compared and not self._is_compared(one.about.short, needs, reason)):
             return None
-        if reason.kept == "masks" and torch.is_grad_enabled() and one.given[0].requires_grad:
+        if reason.kept == "masks" and torch.is_grad_enabled() and any(t.requires_grad for t in one.given):
             self.mask_saved = self.mask_saved or hazard(one.about.short, lines(), reason, self.on_gpu)
         return Kept(reason.kept, needs, compared)
 
@@ -929,13 +929,12 @@ class Follower(Recorder):
         if reason is READ_CHANCE and self.script is not None and one.index in self.script.numbers:
             return None
         kept = None if self.script is None else self.script.kept.get(one.index)
-        compared = kept is not None and kept.compared
-        constants = needed(reason, one.given, self.on_gpu) if compared else self._check.kept_by(reason, one.given)
-        if constants is None or kept is None:
+        needs = needed(reason, one.args, one.given, self.on_gpu)
+        if kept is None or not (kept.compared or self._check.keeps(reason, needs)):
             self.refuse(one.about.short, reason)
             return None
         if kept.kind != "result":
-            one.look_at(*kept.in_place_of(constants, one.args, one.kwargs))
+            one.look_at(*kept.in_place_of(needs, one.args, one.kwargs))
             for where in kept.where.intersection(one.given_at):
                 self._take_address(where)
         return kept

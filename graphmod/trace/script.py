@@ -63,8 +63,9 @@ class Kept:
         other = {id(tensor): kept for tensor, kept in zip(constants, self._value, strict=True)}
 
         def swap(value: Any) -> Any:
-            if self.kind == "masks" and isinstance(value, (list, tuple)):
-                return [one for part in value for one in other.get(id(part), [part])]
+            if self.kind == "masks":
+                indices = isinstance(value, (list, tuple))
+                return [one for part in value for one in other.get(id(part), [part])] if indices else value
             return each_tensor(value, lambda tensor: other.get(id(tensor), tensor))
 
         return tuple(map(swap, args)), {key: swap(value) for key, value in kwargs.items()}

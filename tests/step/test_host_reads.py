@@ -67,6 +67,7 @@ READS = {
     "items by a list": lambda net, x, mask: net.linear(x) if 1 in mask[:, [-1, 0]] else net.linear(x) * 2,
     "a list of a buffer": lambda net, x, mask: net.linear(x) * sum(net.levels.tolist()),
     "nonzero of a buffer": lambda net, x, mask: net.linear(x)[:, (net.levels > 1.5).nonzero().squeeze(1)],
+    "a mask of masks": lambda net, x, mask: net.linear(x) * mask.bool()[mask.bool()].sum() * net.flag[net.flag].sum(),
     "a view": lambda net, x, mask: net.linear(x) if mask.T[-1].view(2, 2).any() else net.linear(x) - 1,
 }
 
