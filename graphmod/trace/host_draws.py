@@ -228,7 +228,7 @@ class HostDraws:
         """
         index, self._last = len(self._numbers), len(self._steps)
         self._numbers.append(value)
-        if isinstance(value, float) and not (chosen or value.is_integer()):
+        if isinstance(value, float) and not (chosen or value.is_integer() or math.isnan(value)):
             known = self.floats.setdefault(value, index)
             if not self._as_it_is:  # `int(tensor)` reads the same, and makes something else of it
                 self._escaped([index])
@@ -429,6 +429,8 @@ def _same(one: Any, other: Any) -> bool:
 def _is_same(one: Any, other: Any) -> bool:
     if one is other:
         return True
+    if isinstance(one, float) and isinstance(other, float) and math.isnan(one):
+        return math.isnan(other)
     same = isinstance(one, (*_PLAIN, float)) and type(one) is type(other) and one == other
     return same and (not isinstance(one, float) or math.copysign(1, one) == math.copysign(1, other))
 

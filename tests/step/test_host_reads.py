@@ -173,6 +173,10 @@ def changed_after_a_read(net, x, mask):
     return result + full.item()
 
 
+def no_number(net, x, mask):
+    return net.linear(x) * (2 if (x.sum().abs() * (0.5 - mask[0, -1])).sqrt().item() > 0 else 3)
+
+
 def shared_with_numpy(net, x, mask):
     mask = mask.clone()
     mask.numpy()[0] = 7
@@ -190,12 +194,12 @@ def beside_an_argument(net, x, mask):
     return net.linear(x) * (2 if mask.as_strided((8, 4), (4, 1), 0).all() else 3)
 
 
-AWKWARD = (changed_after_a_read, shared_with_numpy, of_another_name, beside_an_argument)
+AWKWARD = (changed_after_a_read, no_number, shared_with_numpy, of_another_name, beside_an_argument)
 
 
 @pytest.mark.parametrize("read", AWKWARD)
 def test_reads_of_what_may_be_another_value_before_a_replay(read):
-    """Memory that changes or that is another's in the next call."""
+    """Memory that changes or that is another's in the next call, and a value that is equal to none."""
 
     def run(graph):
         net, found = build("cpu"), []
