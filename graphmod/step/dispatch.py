@@ -91,7 +91,7 @@ def _run(context: Context, call: Call) -> Any:
         entry = _entry(context, call, function)
         if entry is None:
             return eager(context, call)
-    if entry.disabled and entry.stays_eager():
+    if (entry.disabled and entry.stays_eager()) or not entry.looks_at_values():
         return eager(context, call, entry)
     if entry.keeps_casts and context.shares_casts(entry):
         return eager(context, call, entry)

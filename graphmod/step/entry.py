@@ -14,6 +14,7 @@ from graphmod.signature.signature import Matcher, Signature, difference, remedy
 from graphmod.step.log import cause_of
 
 REPLAY = 1 / 8  # what one pays
+_OTHER_VALUE = 1 / 16  # what a call costs whose values, read before it, are others than any that were recorded
 _DENIED = 1 / 256  # what an eager call pays that had to be one because the account was empty
 
 
@@ -66,7 +67,8 @@ class Account:
     something was compiled costs two, and a captured backward that is given up because it does not fit, three. Eight
     replays pay one back, up to what there was at first; one whose backward does not fit pays nothing. Once less than
     one is left, nothing more is recorded or captured: graphs that fit go on, and may pay for others; a signature
-    without any stays eager, with the reason.
+    without any stays eager, with the reason. A call that reads other values on the host than any recorded one costs a
+    sixteenth; once that is not left, few calls look at theirs.
 
     Calls for which no graph was free are no reason to capture another until they have become more than the warm-up
     calls, less one for each eight replays. Failures are counted apart, because the next success makes up for all of
@@ -226,8 +228,15 @@ class Entry:
     def records_branch(self) -> bool:
         """Whether a call is to be recorded whose random numbers chose a branch that has no recording: more and more
         seldom, since there may be as many branches as there are layers to drop, and more."""
+        if self.follows:
+            self.account.spend(_OTHER_VALUE)
         self.other_branches += 1
         return not self.other_branches & (self.other_branches - 1)
+
+    def looks_at_values(self) -> bool:
+        """Whether to compare what a call reads on the host, which waits for the GPU; hardly ever where values that are
+        others each time have used the account up."""
+        return not self.follows or self.account.allows(self.replays, _OTHER_VALUE)
 
     @property
     def keeps_changing(self) -> bool:

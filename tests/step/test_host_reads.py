@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from graphmod import CUDAGraphModule, check, graph_layers
+from graphmod.trace.host_reads import HostReads
 from tests.support.harness import config
 
 
@@ -229,6 +230,18 @@ def test_values_that_never_come_again_are_told_of_and_given_up(device, caplog):
     assert not wrapper.stats.replays
     assert "reads on the host is another" in caplog.text
     assert "return the tensor and read it after the call" in caplog.text
+
+
+@pytest.mark.parametrize("often", [0, 20], ids=["never", "seldom"])
+def test_values_that_hardly_come_again_are_hardly_computed(device, monkeypatch, often):
+    looks, find = [], HostReads.find
+    monkeypatch.setattr(HostReads, "find", lambda reads, leaves: (looks.append(index), find(reads, leaves)))
+    wrapper = CUDAGraphModule(lambda x: x * x.mean().item(), config())
+    for index in range(600):
+        x, _ = inputs(0 if index < 40 * bool(often) or (often and not index % often) else index, device)
+        assert torch.equal(wrapper(x), x * x.mean().item())
+    assert sum(index >= 400 for index in looks) < 200  # of which each call would make four
+    assert bool(wrapper.stats.replays) is bool(often)
 
 
 def test_layers_read_their_arguments(device):
