@@ -101,6 +101,7 @@ class HostReads:
         self.known: dict[int, _Memory] = {}
         self.read_given: dict[int, Hazard] = {}
         self.seconds = 0.0
+        self._after_part = False
         self._steps: list[_Done] = []
         self._needed: set[int] = set()
         self._read_from: dict[int, list[Hazard]] = {}  # address of a tensor from outside -> what depends on it
@@ -183,7 +184,7 @@ class HostReads:
         return _View(memory, tensor.size(), tensor.stride(), offset, tensor.dtype)
 
     def _first_seen(self, tensor: Tensor, where: int) -> _Memory | None:
-        if not where:
+        if not where or self._after_part:
             return None
         with hidden(), torch.inference_mode(False), torch.no_grad():
             if where in self._origins:
@@ -217,6 +218,7 @@ class HostReads:
     def forget(self) -> None:
         """Takes in that code ran unseen, which may have changed anything."""
         self.known.clear()
+        self._after_part = True
 
     def read(self, name: str, tensors: list[Tensor], hazard: Hazard) -> Callable[[], Any] | None:
         """Takes in that code is about to read something on the host.
