@@ -354,7 +354,8 @@ def _end(offset: int, tensor: Tensor) -> int:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    # As a row whose step is 1, which that of one element need not be.
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _on_host(found: list[Tensor], dtypes: list[torch.dtype | None]) -> list[Any]:

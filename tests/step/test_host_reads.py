@@ -67,6 +67,7 @@ READS = {
     "two of them": lambda net, x, mask: net.linear(x) * (2 if mask[0].all() else 3) if net.flag else net.linear(x) - 1,
     "items by a list": lambda net, x, mask: net.linear(x) if 1 in mask[:, [-1, 0]] else net.linear(x) * 2,
     "a list of a buffer": lambda net, x, mask: net.linear(x) * sum(net.levels.tolist()),
+    "a list of one": lambda net, x, mask: net.linear(x) * mask[:1, -1].tolist()[0],
     "nonzero of a buffer": lambda net, x, mask: net.linear(x)[:, (net.levels > 1.5).nonzero().squeeze(1)],
     "a mask of masks": lambda net, x, mask: net.linear(x) * mask.bool()[mask.bool()].sum() * net.flag[net.flag].sum(),
     "a view": lambda net, x, mask: net.linear(x) if mask.T[-1].view(2, 2).any() else net.linear(x) - 1,
@@ -291,6 +292,15 @@ def test_layers_read_their_arguments(device):
     found, replays = run(True)
     assert same(found, expected)
     assert replays > 20
+
+
+def test_an_error_in_what_follows_a_read_is_none_of_the_call(device, monkeypatch):
+    monkeypatch.setattr(HostReads, "_view", lambda reads, tensor: 1 / 0)
+    wrapper = CUDAGraphModule(lambda x, mask: x * mask[0].tolist()[0], config())
+    for index in range(8):
+        x, mask = inputs(index, device)
+        assert torch.equal(wrapper(x, mask), x * mask[0].tolist()[0])
+    assert not wrapper.stats.replays
 
 
 def test_the_cost_is_in_the_stats(device):
