@@ -517,7 +517,8 @@ def restore(
     # Into the model built as before: buffers that are in no file, such as rotary frequencies, stay as they were then.
     here = model.state_dict(keep_vars=True)
     model.load_state_dict({name: spread(value, here[name]) for name, value in weights.items()})
-    put_state(step, state["trained"] or load_shards(folder / SHARDS, step))
+    in_shards = (folder / SHARDS).is_dir()  # else it is here, and empty of an optimizer without a state
+    put_state(step, load_shards(folder / SHARDS, step) if in_shards else state["trained"])
     for group, rate in zip(step.optimizer.param_groups, rates, strict=True):
         rate.copy_(torch.as_tensor(state["learning_rate"]))
         group["lr"] = rate

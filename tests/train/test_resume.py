@@ -144,6 +144,14 @@ def test_resuming_with_settings_that_matter_changed_is_a_clear_error(on_text, tm
             train(on_text(change, f"train.resume={resume}"), tmp_path / "run")
 
 
+def test_a_run_whose_optimizer_keeps_nothing_is_resumed(on_text, tmp_path, stop_after):
+    settings = ["optim=sgd", "optim.momentum=0", "optim.nesterov=false"]
+    whole = train(on_text(*settings), tmp_path / "whole")
+    stop_after(3)
+    train(on_text(*settings), tmp_path / "run")
+    assert train(on_text(*settings, "train.resume=auto"), tmp_path / "run").losses == whole.losses
+
+
 def test_resuming_in_another_scope_is_allowed_and_changes_no_number(on_text, tmp_path, stop_after):
     whole = train(on_text(*DROPOUT, "graph=none"), tmp_path / "whole")
     stop_after(3)
