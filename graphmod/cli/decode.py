@@ -107,7 +107,7 @@ def _say_shortened(count: int, asked: int, engine: DecodeEngine) -> None:
     if count:
         said = f"a sequence has at most {engine.max_seq_len:,} tokens, its prompt included"
         who = "it" if count == 1 else f"{count:,} samples"
-        print(f"note: {said}, so {who} ended before decode.max_new_tokens={asked}", file=sys.stderr, flush=True)
+        say_plainly(f"note: {said}, so {who} ended before decode.max_new_tokens={asked}")
 
 
 def _stream(engine: DecodeEngine, config: GenerateConfig, prompt: Prompt, codec: Codec) -> int:
@@ -116,7 +116,7 @@ def _stream(engine: DecodeEngine, config: GenerateConfig, prompt: Prompt, codec:
     ids = asked.completion.prompt
     if engine.config.graphs:
         if engine.config.compile is not CompileMode.none and engine.device.type == "cuda":
-            print("compiling decode steps; this takes a while", file=sys.stderr, flush=True)
+            say_plainly("compiling decode steps; this takes a while")
         # First, so that the text does not stop for it, nor log lines come in between.
         engine.warm_up(
             max_context=len(ids) + config.decode.max_new_tokens, kinds=(asked.kind,), prefill=False, progress=False
@@ -137,7 +137,7 @@ def _stream(engine: DecodeEngine, config: GenerateConfig, prompt: Prompt, codec:
             show(text.rest())
             asked_for = config.decode.max_new_tokens
             _say_shortened(_is_shortened(reason, len(ids), tokens, asked_for, engine), asked_for, engine)
-            print(speed_of(tokens, time.perf_counter() - began, engine), file=sys.stderr, flush=True)
+            say_plainly(speed_of(tokens, time.perf_counter() - began, engine))
     if error is not None:
         complain(error)
     return int(error is not None)
@@ -186,9 +186,9 @@ def _many(
             if not isinstance(sys.exception(), (BrokenPipeError, RequestError)):
                 done = f"{finished:,} of {counted(total, 'sample')} finished"
                 done += f", written to {out.path}" if out and finished else ""
-                print(done, file=sys.stderr)
+                say_plainly(done)
                 _say_shortened(shortened, config.decode.max_new_tokens, engine)
-                print(speed_of(tokens, time.perf_counter() - began, engine), file=sys.stderr, flush=True)
+                say_plainly(speed_of(tokens, time.perf_counter() - began, engine))
     if failed:
         complain(f'{counted(failed, "sample")} ended with an error; see "error" in the output')
     return int(failed > 0)
@@ -213,9 +213,9 @@ def _run(config: GenerateConfig, folder: Path, prompts: list[Prompt], out: Outpu
     engine = DecodeEngine(model, config.engine(len(prompts) * config.decode.n), codec=codec)
     sampling = engine.requests.defaults.fill(config.sampling())
     if config.decode.n > 1 and not sampling.temperature:
-        print("note: with decode.temperature=0 all samples of a prompt are the same", file=sys.stderr, flush=True)
+        say_plainly("note: with decode.temperature=0 all samples of a prompt are the same")
     if engine.stats.host_cache_bytes:
-        print(cache_of(engine), file=sys.stderr, flush=True)
+        say_plainly(cache_of(engine))
     if config.graph.ahead and engine.config.graphs:
         engine.warm_up(kinds=(kind_of_row(sampling),), prefill=False)
     if config.prompts_file is None and config.decode.n == 1:

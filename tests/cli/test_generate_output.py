@@ -1,7 +1,9 @@
 """What `generate.py` reads and writes, run inside this process: prompts, the file of completions, standard output."""
 
+import io
 import json
 import os
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -172,6 +174,17 @@ def test_a_standard_output_that_takes_nothing(saved, tmp_path):
     done = finished([tmp_path / "full.py", *given], tmp_path)
     said = "error: the standard output cannot be written: No space left on device\n"
     assert done.returncode == 1 and done.stderr == f"model: {saved}\n{said}"
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_text_is_whole_where_nobody_reads_how_fast_it_was(generate, monkeypatch, samples):
+    class Unread(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stderr", Unread())
+    status, written, _ = generate("prompt=a", f"decode.n={samples}")
+    assert status == 0 and written.count("a") >= samples and written.endswith("\n")
 
 
 def test_json_lines_keep_their_other_fields(generate, tmp_path):
