@@ -92,6 +92,8 @@ def _complete(arguments: list[str]) -> int:
     name, space, rest = rest.lstrip().partition(" ")
     if not space and not any(one.startswith(("install", "uninstall")) for one in arguments):
         return answer(" ".join(command for command in COMMANDS if command.startswith(name)))
+    if name == "check":  # whose arguments are not Hydra's
+        return 0
     os.environ["COMP_LINE"] = f"{program} {rest}"
     return (train if name == "compare" else COMMANDS.get(name, train))(arguments)
 
