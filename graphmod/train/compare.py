@@ -205,7 +205,8 @@ def _draw_losses(axes: Any, curves: list[tuple[str, str, RunResult]]) -> None:
         if result.eval_losses:
             done, losses = zip(*result.eval_losses, strict=True)
             axes.plot(done, losses, color=color, marker="o", markersize=4, linestyle="none")
-    axes.set_ylabel(f"loss{min((result.loss_unit for _, _, result in curves), default='')}")
+    unit = min((result.loss_unit for _, _, result in curves), default="")
+    axes.set_ylabel(f"loss,{unit}" if unit else "loss")
     axes.set_title("lines: training; dots: evaluation", fontsize=9)
 
 

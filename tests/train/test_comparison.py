@@ -253,6 +253,7 @@ class TestPicture:
         assert len(drawn({"none": result("none", 8.0), "full": result("full_iteration", 2.0)}).axes) == 2
         losses = drawn(learning_rates()).axes[2]
         assert [len(line.get_xdata()) for line in losses.get_lines()] == [20, 2, 20, 2]
+        assert losses.get_ylabel() == "loss, nats per token"
 
     @pytest.mark.parametrize("steps", [1, 5, 10])
     def test_one_run_however_short_is_drawn_without_a_warning(self, drawn, steps):
