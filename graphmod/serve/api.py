@@ -100,7 +100,7 @@ _SHOWN = 60  # characters of a wrong value
 def wrong_field(error: ValidationError) -> ApiError:
     """The first field that a schema does not take: what was given, and what it may be."""
     first = error.errors(include_url=False)[0]
-    kind, context, given = first["type"], first.get("ctx", {}), json.dumps(first["input"])
+    kind, context, given = first["type"], first.get("ctx", {}), json.dumps(first["input"], ensure_ascii=False)
     listed = kind in ("unsupported_field", "unknown_field")
     path = [*first["loc"], context["field"]] if listed else first["loc"]
     param = ".".join(str(part) for part in path if part != "") or None

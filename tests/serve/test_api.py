@@ -168,6 +168,7 @@ WRONG = [
     ({"messages": [{"role": "user", "content": "word " * 600}]}, 400, "messages", "max_seq_len"),
     ({"n": 0}, 400, "n", "n must be at least 1, got 0"),
     ({"n": 129}, 400, "n", "n must be at most 128, got 129"),
+    ({"n": "é"}, 400, "n", 'n must be a whole number, got "é"'),
     ({"max_tokens": "5"}, 400, "max_tokens", 'must be a whole number, got "5"'),
     ({"max_tokens": 0}, 400, "max_tokens", "must be at least 1, got 0"),
     ({"temperature": -1}, 400, "temperature", "must be at least 0, got -1"),
