@@ -9,7 +9,6 @@ import importlib
 import inspect
 import re
 import sys
-from enum import Enum
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -89,6 +88,4 @@ def _said(kind: type) -> dict[str, str]:
 
 def _shown(value: object) -> str:
     """A value as one writes it in a shell."""
-    if isinstance(value, Enum):
-        return str(value.value)
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -3,16 +3,16 @@
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from enum import Enum
+from enum import StrEnum
 from typing import Any, TypeVar
 
 from graphmod.errors import ConfigError, UnknownSetting
 from graphmod.words import nearest
 
-Member = TypeVar("Member", bound=Enum)
+Member = TypeVar("Member", bound=StrEnum)
 
 
-class BackendName(str, Enum):
+class BackendName(StrEnum):
     """Which backend captures: `auto` takes `cuda` for modules on a GPU and `emulated` for modules on the CPU."""
 
     auto = "auto"
@@ -20,7 +20,7 @@ class BackendName(str, Enum):
     emulated = "emulated"
 
 
-class Verify(str, Enum):
+class Verify(StrEnum):
     """Which calls run eagerly instead of being replayed, and are compared with what was captured."""
 
     off = "off"
@@ -28,7 +28,7 @@ class Verify(str, Enum):
     always = "always"
 
 
-class CompileMode(str, Enum):
+class CompileMode(StrEnum):
     """What torch.compile does inside graphs, in training as in decode: nothing, what it does by default (`default`), or
     also measure variants of its kernels, which takes minutes (`max`).
 
@@ -50,7 +50,7 @@ def choice(kind: type[Member], value: object, setting: str) -> Member:
     try:
         return kind(value)
     except ValueError:
-        allowed = ", ".join(member.value for member in kind)
+        allowed = ", ".join(kind)
         raise ConfigError(f"{setting}={value!r} is not known; choose one of: {allowed}") from None
 
 

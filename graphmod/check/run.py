@@ -143,7 +143,7 @@ class Part:
             self._add_said(changed, next((one.where for one in of_arguments), (None, None)))
             changes = [one for one in changes if one not in of_arguments]
         parts = recorder.parts
-        assert isinstance(parts, RecordedParts), "made by watch"
+        assert isinstance(parts, RecordedParts), "made by record_reads"
         self._add_said(parts.finish(recorder, bool(result.differentiable)))
         known = methods.found
         if (recorder.hazards or changes) and not result.differentiable:

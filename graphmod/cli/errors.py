@@ -12,7 +12,7 @@ import re
 import signal
 import traceback
 from collections.abc import Iterable
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -195,9 +195,9 @@ def _advice(name: str, value: str | None, kind: type) -> str:
             OmegaConf.merge(settings, OmegaConf.from_dotlist([f"{name}={value}"]))
         except (OmegaConfBaseException, YAMLError):
             known = type(OmegaConf.select(settings, name))
-            if not issubclass(known, Enum):
+            if not issubclass(known, StrEnum):
                 return ""
-            return f" Write {name}=VALUE with one of: {', '.join(member.value for member in known)}"
+            return f" Write {name}=VALUE with one of: {', '.join(known)}"
     return f" Write {name}={value}"
 
 
@@ -345,8 +345,8 @@ def _reason(error: BaseException, kind: type) -> str:
 def _expected(key: str, kind: type) -> str:
     """What a setting may be, in words."""
     default = OmegaConf.select(OmegaConf.structured(kind), key)
-    if isinstance(default, Enum):
-        return f"one of {', '.join(one.value for one in type(default))}"
+    if isinstance(default, StrEnum):
+        return f"one of {', '.join(type(default))}"
     return _KINDS.get(type(default).__name__, "a value")
 
 

@@ -143,7 +143,7 @@ def _start_as_many(settings: dict[str, Any], manifest: dict[str, Any]) -> None:
     """Has as many ranks started as the run had, where a launcher had started them, or its settings left the number to
     the GPUs of its machine; this one may have too few."""
     parallel = settings["parallel"]
-    shared = parallel.get("mode", ParallelMode.none.value) not in (ParallelMode.none, ParallelMode.none.value)
+    shared = parallel.get("mode", ParallelMode.none) != ParallelMode.none
     count = manifest["processes"]
     if not shared or parallel.get("gpus") is not None or count == 1:
         return

@@ -7,7 +7,7 @@ import json
 import logging
 import re
 from dataclasses import dataclass, field, fields, replace
-from enum import Enum
+from enum import StrEnum
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -31,14 +31,14 @@ from graphmod.train.settings import ADAPTER_FILE, DeviceName
 # -- generate ----------------------------------------------------------------------------------------------------------
 
 
-class GraphScope(str, Enum):
+class GraphScope(StrEnum):
     """`decode`: each decode step is one graph; `none`: plain PyTorch."""
 
     none = "none"
     decode = "decode"
 
 
-class Precision(str, Enum):
+class Precision(StrEnum):
     """`saved` keeps the dtype of the saved weights."""
 
     saved = "saved"

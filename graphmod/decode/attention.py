@@ -407,7 +407,7 @@ def choose(
     """
     measured: dict[str, float] = {}
     if own_reason and name not in (AttentionName.auto, AttentionName.fastest, AttentionName.own):
-        raise ConfigError(f"attention={name.value} cannot be used with this model: {own_reason}; use auto, or own")
+        raise ConfigError(f"attention={name} cannot be used with this model: {own_reason}; use auto, or own")
     if own_reason or name is AttentionName.own:
         if own_reason:
             log.info("decode attention: the model's own, because %s", own_reason)
@@ -422,9 +422,8 @@ def choose(
     else:
         found, reason = IMPLEMENTATIONS[name], _reason(name, memory)
         if reason is not None:
-            others = [other.value for other, one in IMPLEMENTATIONS.items() if one.unavailable(memory) is None]
-            others = [*(other for other in others if other != name.value), AttentionName.own.value]
-            raise ConfigError(f"attention={name.value} cannot be used: {reason}; use auto, or: {', '.join(others)}")
+            others = [one for one, way in IMPLEMENTATIONS.items() if way is not found and not way.unavailable(memory)]
+            raise ConfigError(f"attention={name} cannot be used: {reason}; use auto, or: {', '.join([*others, 'own'])}")
     found.register()
     return found, measured
 
@@ -443,7 +442,7 @@ def _reason(name: AttentionName, memory: PagedCache) -> str | None:
     found = IMPLEMENTATIONS[name]
     reason = found.unavailable(memory) or found.prepare(memory)
     if reason is not None:
-        log.debug("decode attention: not %s, because %s", name.value, reason)
+        log.debug("decode attention: not %s, because %s", name, reason)
     return reason
 
 

@@ -375,7 +375,7 @@ class BucketGraphs:
         if config.compile is not CompileMode.none and state.device.type == "cuda":
             self.compiler = StepCompiler(config.compile is CompileMode.max, config.compile_in_background)
         elif config.compile is not CompileMode.none:
-            log.warning("compile=%s is for a GPU and is ignored on this %s", config.compile.value, state.device.type)
+            log.warning("compile=%s is for a GPU and is ignored on this %s", config.compile, state.device.type)
 
     def bucket(self, rows: int) -> int:
         """The smallest batch size with a graph that holds `rows` rows."""

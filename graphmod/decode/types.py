@@ -7,7 +7,7 @@ request draws.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ MOST_TOP = 20
 """Most likely tokens that are told of a place, at most."""
 
 
-class AttentionName(str, Enum):
+class AttentionName(StrEnum):
     """Which attention decode steps use; `auto` goes by a fixed rule, `fastest` measures those that work here."""
 
     auto = "auto"
@@ -38,21 +38,21 @@ class AttentionName(str, Enum):
     own = "own"
 
 
-class OffloadName(str, Enum):
+class OffloadName(StrEnum):
     """What of the KV cache is kept in the memory of the host: nothing, or the caches of whole layers."""
 
     none = "none"
     layers = "layers"
 
 
-class Keep(str, Enum):
+class Keep(StrEnum):
     """What `DecodeEngine.suspend` keeps: nothing (`none`), or graphs and the addresses they read (`graphs`)."""
 
     none = "none"
     graphs = "graphs"
 
 
-class GenerationConfigName(str, Enum):
+class GenerationConfigName(StrEnum):
     """Where the defaults of sampling come from: the model's generation config (`auto`), or this package (`none`)."""
 
     auto = "auto"
@@ -148,7 +148,7 @@ class EngineConfig:
                 )
         if self.offload is OffloadName.layers and self.compile is not CompileMode.none:
             raise ConfigError(
-                f"offload=layers cannot be used with compile={self.compile.value}: its steps wait for copies, which "
+                f"offload=layers cannot be used with compile={self.compile}: its steps wait for copies, which "
                 "compiled code does not shorten; use compile=none"
             )
 

@@ -198,7 +198,7 @@ class AutoScope:
         if self.trials and self._scopes[-1] is not scope:
             self._switch(scope)
         self.chosen, self.reason = scope, reason
-        log.info(f"graph=auto uses graph={scope.value}; see the report at the end of the run")
+        log.info(f"graph=auto uses graph={scope}; see the report at the end of the run")
 
     def _switch(self, scope: Scope) -> None:
         state, device = self.step.state_dict(), self.step.device

@@ -210,7 +210,7 @@ def _model(config: RunConfig, model: nn.Module) -> str:
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     some = "" if trained == total else f", {trained:,} of them trained"
     name = type(model).__name__.removeprefix("FSDP")  # which fully_shard puts before it
-    return f"{name}, {counted(total, 'parameter')}{some}, precision {config.train.precision.value}"
+    return f"{name}, {counted(total, 'parameter')}{some}, precision {config.train.precision}"
 
 
 def _batches(config: RunConfig, length: int, tokens_per_step: int, first: int, ranks: int) -> str:
@@ -233,7 +233,7 @@ def _device(config: RunConfig, device: torch.device, ranks: Ranks) -> str:
     peak = peak_flops(name)
     known = "" if peak is None else f" (peak {peak / 1e12:,.0f} TFLOP/s in bf16)"
     scope = "auto" if config.graph.auto else config.graph.scope.value
-    compiled = "" if config.graph.compile is CompileMode.none else f", graph.compile={config.graph.compile.value}"
+    compiled = "" if config.graph.compile is CompileMode.none else f", graph.compile={config.graph.compile}"
     several = f", {ranks.arrangement(config.parallel.mode)}" if ranks.count > 1 else ""
     return f"{name}{known}{several}, graph={scope}{compiled}"
 

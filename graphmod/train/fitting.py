@@ -120,7 +120,7 @@ def _require_supported(config: RunConfig, model: nn.Module, corpus: Data) -> Non
         )
     if config.parallel.mode.splits_layers and not of_transformers:
         raise ConfigError(
-            f"parallel={config.parallel.mode.value} splits models of transformers with layers like Llama's, and {name} "
+            f"parallel={config.parallel.mode} splits models of transformers with layers like Llama's, and {name} "
             "is a model of your own; use parallel=ddp or parallel=fsdp"
         )
     if isinstance(corpus, Items) and "attention_mask" in corpus.names and of_transformers:
@@ -131,7 +131,7 @@ def _require_supported(config: RunConfig, model: nn.Module, corpus: Data) -> Non
     by_layer = {
         "graph=per_layer": config.graph.scope is Scope.per_layer and config.graph.layers is None,
         "train.activation_checkpointing=true": config.train.activation_checkpointing,
-        f"parallel={config.parallel.mode.value}": config.parallel.mode.shards,
+        f"parallel={config.parallel.mode}": config.parallel.mode.shards,
     }
     wanted = [what for what, asked in by_layer.items() if asked]
     if wanted and not has_layers(model):

@@ -177,6 +177,6 @@ def learning_rates(config: OptimConfig, steps: int) -> list[float]:
         return [peak * schedule.lr_lambdas[0](step + 1) for step in range(steps)]
     except (TypeError, ValueError, KeyError, ZeroDivisionError) as error:
         raise ConfigError(
-            f"optim.schedule={config.schedule.value} cannot be made with optim.schedule_options="
+            f"optim.schedule={config.schedule} cannot be made with optim.schedule_options="
             f"{config.schedule_options}: {reason(error)}; its options are those of transformers.get_scheduler"
         ) from error

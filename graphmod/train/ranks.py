@@ -86,7 +86,7 @@ class Ranks:
         """How many they are, and how they share the model, in words."""
         parts = 1 if self.mesh is None else self._size("tp")
         groups = "" if parts in (1, self.count) else f" ({self.data_ranks} groups of {parts})"
-        return f"parallel={mode.value} on {counted(self.count, 'rank')}{groups}"
+        return f"parallel={mode} on {counted(self.count, 'rank')}{groups}"
 
     def told(self, value: T) -> T:
         """What the first rank has; values must be of plain kinds."""
@@ -158,7 +158,7 @@ def ranks_of(config: RunConfig) -> int:
     elif pick_device(config.train.device).type == "cpu":
         if wanted is None:
             raise ConfigError(
-                f"parallel={config.parallel.mode.value} starts a process for each GPU, and this run has none; say how "
+                f"parallel={config.parallel.mode} starts a process for each GPU, and this run has none; say how "
                 f"many processes are to share the CPU: parallel.gpus={2 * (config.parallel.tp or 1)}"
             )
     else:

@@ -9,7 +9,7 @@ which they make lists, `model.path`, which becomes a folder, and `data.seq_len`,
 import math
 import sys
 from dataclasses import asdict, dataclass, field, fields
-from enum import Enum
+from enum import Enum, StrEnum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ def positive(group: str, part: object, *names: str) -> None:
 # -- graph: what `TrainStep` may be told -------------------------------------------------------------------------------
 
 
-class Scope(str, Enum):
+class Scope(StrEnum):
     """How much of a training run one graph holds."""
 
     none = "none"
@@ -260,7 +260,7 @@ def _check_saved(model: ModelConfig) -> None:
 # -- data --------------------------------------------------------------------------------------------------------------
 
 
-class Source(str, Enum):
+class Source(StrEnum):
     """Where the training tokens come from."""
 
     stdlib = "stdlib"
@@ -270,21 +270,21 @@ class Source(str, Enum):
     custom = "custom"
 
 
-class Documents(str, Enum):
+class Documents(StrEnum):
     """What counts as one document."""
 
     file = "file"
     line = "line"
 
 
-class TrainOn(str, Enum):
+class TrainOn(StrEnum):
     """Which tokens of pairs and chats are trained on: what completes a prompt and what the assistant says, or `all`."""
 
     completion = "completion"
     all = "all"
 
 
-class PackingAttention(str, Enum):
+class PackingAttention(StrEnum):
     """How attention keeps packed documents apart: `mask` has a value for each pair of tokens; `varlen` is told where
     documents begin and skips the rest (on a GPU, in 16 bits); `auto` takes `varlen` where it can be used."""
 
@@ -363,7 +363,7 @@ def check_data(data: DataConfig, model: ModelConfig) -> None:
         return
     require(
         data.target is None,
-        f"data._target_ names data of your own, and data={data.source.value}; use data=custom (in an experiment: "
+        f"data._target_ names data of your own, and data={data.source}; use data=custom (in an experiment: "
         "`override /data: custom`; in a file of the group: `source: custom`), or leave it out",
     )
     if data.source in (Source.text, Source.hf):
@@ -374,7 +374,7 @@ def check_data(data: DataConfig, model: ModelConfig) -> None:
         paths: Any = [data.path] if isinstance(data.path, (str, Path)) else data.path
         require(
             bool(paths) and isinstance(paths, (list, tuple)),
-            f"data={data.source.value} needs data.path=FILE_OR_FOLDER, or a list",
+            f"data={data.source} needs data.path=FILE_OR_FOLDER, or a list",
         )
         data.path = [str(path) for path in paths]
         for path in data.path:
@@ -383,7 +383,7 @@ def check_data(data: DataConfig, model: ModelConfig) -> None:
     else:
         require(
             data.path is None,
-            f"data.path is not read with data={data.source.value}; add data=text, or data=hf for rows (JSON lines, "
+            f"data.path is not read with data={data.source}; add data=text, or data=hf for rows (JSON lines, "
             "Parquet, CSV)",
         )
     if data.source is Source.synthetic:
@@ -395,7 +395,7 @@ def check_data(data: DataConfig, model: ModelConfig) -> None:
     else:
         require(
             data.column is None and data.train_on is TrainOn.completion,
-            f"data.column and data.train_on do nothing with data={data.source.value}; add data=hf, or leave them out",
+            f"data.column and data.train_on do nothing with data={data.source}; add data=hf, or leave them out",
         )
     if data.tokenizer not in (None, "bytes"):
         require(
@@ -414,7 +414,7 @@ def check_data(data: DataConfig, model: ModelConfig) -> None:
         data.seq_len = sizes[-1]
     require(
         data.packing or data.packing_attention is PackingAttention.auto,
-        f"data.packing_attention={data.packing_attention.value} needs data.packing=true; add that, or drop it",
+        f"data.packing_attention={data.packing_attention} needs data.packing=true; add that, or drop it",
     )
     length = f"data.seq_len={data.seq_len}" if data.buckets is None else f"the longest of data.buckets, {data.seq_len},"
     limit = model.max_positions
@@ -427,7 +427,7 @@ def check_data(data: DataConfig, model: ModelConfig) -> None:
 # -- optim -------------------------------------------------------------------------------------------------------------
 
 
-class OptimizerName(str, Enum):
+class OptimizerName(StrEnum):
     """Those that can be captured, and leave out an update without asking the host."""
 
     adamw = "adamw"
@@ -445,7 +445,7 @@ REFUSED_OPTIMIZERS = {
 }
 
 
-class Schedule(str, Enum):
+class Schedule(StrEnum):
     """The schedules of `transformers.get_scheduler` that are known before the run."""
 
     cosine_with_min_lr = "cosine_with_min_lr"
@@ -515,7 +515,7 @@ def check_optim(optim: OptimConfig) -> None:
 # -- train -------------------------------------------------------------------------------------------------------------
 
 
-class Precision(str, Enum):
+class Precision(StrEnum):
     """`fp32`; `bf16` (weights and arithmetic); `bf16_mixed` and `fp16_mixed` (fp32 weights, autocast; `fp16_mixed`
     with a loss scale)."""
 
@@ -525,7 +525,7 @@ class Precision(str, Enum):
     fp16_mixed = "fp16_mixed"
 
 
-class NonFinite(str, Enum):
+class NonFinite(StrEnum):
     """What to do when a loss or gradient is NaN or infinite."""
 
     stop = "stop"
@@ -533,7 +533,7 @@ class NonFinite(str, Enum):
     ignore = "ignore"
 
 
-class LogTo(str, Enum):
+class LogTo(StrEnum):
     """Where the points of a run are written: an event file for TensorBoard, `metrics.csv`, Weights & Biases."""
 
     tensorboard = "tensorboard"
@@ -541,7 +541,7 @@ class LogTo(str, Enum):
     wandb = "wandb"
 
 
-class DeviceName(str, Enum):
+class DeviceName(StrEnum):
     """`auto` takes the GPU when there is one."""
 
     auto = "auto"
@@ -668,7 +668,7 @@ def check_train(train: TrainConfig) -> None:
 # -- parallel ----------------------------------------------------------------------------------------------------------
 
 
-class ParallelMode(str, Enum):
+class ParallelMode(StrEnum):
     """How several GPUs train one model.
 
     `none`: not at all. `ddp`: each has the whole model and its own part of every batch, and gradients are averaged
@@ -720,7 +720,7 @@ def check_parallel(parallel: ParallelConfig) -> None:
     mode = parallel.mode
     require(
         parallel.tp is None or mode.splits_layers,
-        f"parallel.tp={parallel.tp} splits layers, and parallel={mode.value} does not; choose parallel=tp or "
+        f"parallel.tp={parallel.tp} splits layers, and parallel={mode} does not; choose parallel=tp or "
         "parallel=fsdp_tp",
     )
     require(
@@ -803,7 +803,7 @@ def _check_split(config: RunConfig) -> None:
     for what, wanted in asked.items():
         require(
             not wanted,
-            f"parallel={mode.value} leaves each rank a part of the model, and {what}, needs all of it; leave that out, "
+            f"parallel={mode} leaves each rank a part of the model, and {what}, needs all of it; leave that out, "
             "or use parallel=ddp",
         )
 
@@ -824,7 +824,7 @@ def check(config: RunConfig) -> None:
     )
     require(
         not graph.auto or graph.scope is Scope.none,
-        f"graph.auto=true chooses the scope itself; got graph.scope={graph.scope.value} too. Use graph=auto alone",
+        f"graph.auto=true chooses the scope itself; got graph.scope={graph.scope} too. Use graph=auto alone",
     )
     require(
         not graph.auto or config.data.buckets is None,
@@ -837,7 +837,7 @@ def check(config: RunConfig) -> None:
     )
     require(
         graph.layers is None or graph.scope is Scope.per_layer or graph.auto,
-        f"graph.layers chooses the modules of graph=per_layer and does nothing with graph.scope={graph.scope.value}",
+        f"graph.layers chooses the modules of graph=per_layer and does nothing with graph.scope={graph.scope}",
     )
     require(
         graph.body or graph.layers is None,  # a comparison has it for all of its runs
