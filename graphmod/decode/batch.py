@@ -182,7 +182,9 @@ class ContinuousBatch:
 
     def _launch(self) -> bool:
         running = self.scheduler.running
-        steps = min(self._most_steps(), max((s.steps_left for s in running), default=0))
+        # Half as many as usual while somebody waits: a row that ended within a chunk is empty until the next one.
+        most = max(1, self._steps // 2) if self.scheduler.waiting else self._steps
+        steps = min(most, max((s.steps_left for s in running), default=0))
         before = [sequence.tokens_launched for sequence in running]
         for sequence in running:
             sequence.launched += min(steps, sequence.steps_left)
@@ -199,10 +201,6 @@ class ContinuousBatch:
         for sequence in [s for s in running if not s.steps_left]:
             self._vacate(sequence)
         return steps > 0
-
-    def _most_steps(self) -> int:
-        """Half as many as usual while somebody waits: a row that ended within a chunk is empty until the next one."""
-        return max(1, self._steps // 2) if self.scheduler.waiting else self._steps
 
     def _sent(self, sequences: list[Sequence], rows: slice, bucket: int | None, steps: int, top: bool) -> None:
         kept, event = self._state.read_back(self._next_step, steps, top)

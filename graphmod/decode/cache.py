@@ -201,10 +201,6 @@ class PagedCache:
         if self.ring is not None:
             self.ring.expect(readers)
 
-    def passage(self) -> Passage | None:
-        """What brings far layers near in one step; None if there are none."""
-        return None if self.ring is None else Passage(self.ring)
-
     def read(self, layer: int, block_table: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
         """The first `tokens` keys and values of each row near by, two (B, kv_heads, tokens, head_dim) tensors.
 
@@ -290,7 +286,7 @@ class CacheView(StoringView):
     ) -> None:
         super().__init__(memory, slots)
         self.block_table, self.context, self.visited = block_table, context, visited
-        self._passage = memory.passage()
+        self._passage = None if memory.ring is None else Passage(memory.ring)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
         """Stores the new keys and values, near by too; returns them as they are."""

@@ -212,10 +212,11 @@ def evaluation_starts(tokens: Tensor, sequences: int, length: int, count: int) -
     return starts[evenly(len(starts), count * sequences)]
 
 
+_AHEAD = 3  # batches, at most
+
+
 @contextmanager
-def prefetched(
-    make: Callable[[int], Any], steps: Iterable[int], *, pin: bool = False, depth: int = 3
-) -> Iterator[Iterator[Any]]:
+def prefetched(make: Callable[[int], Any], steps: Iterable[int], *, pin: bool = False) -> Iterator[Iterator[Any]]:
     """`make(step)` for each of the given steps, made ahead of time by a thread, which ends with this context.
 
     An exception of `make` is raised where the batch would have come.
@@ -224,7 +225,6 @@ def prefetched(
         make: from a step to its batch.
         steps: the steps, in order.
         pin: put the batches into pinned memory, from where a GPU copies without stalling the host.
-        depth: batches made ahead, at most.
     """
     left, ahead = iter(steps), deque()
 
@@ -233,7 +233,7 @@ def prefetched(
 
     def batches(thread: ThreadPoolExecutor) -> Iterator[Any]:
         while True:
-            ahead.extend(thread.submit(ready, step) for step in itertools.islice(left, depth - len(ahead)))
+            ahead.extend(thread.submit(ready, step) for step in itertools.islice(left, _AHEAD - len(ahead)))
             if not ahead:
                 return
             yield ahead.popleft().result()

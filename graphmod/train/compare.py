@@ -7,7 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +72,6 @@ class Row:
     error: str | None = None
 
 
-_OF_RESULT = (
-    *("step_ms_median", "step_ms_p95", "host_ms_median", "tokens_per_s", "ranks", "reserved_gib", "train_loss"),
-    "ema_loss",
-)
 _UNIMPORTANT = {"resume", "profile", "checkpoint", "checkpoint_every", "keep_checkpoints"}
 
 
@@ -136,8 +132,9 @@ def compare(results: Mapping[str, RunResult], busy_ms: Mapping[str, float] | Non
         if result.status != "finished":
             rows.append(Row(name, result.scope, ranks=result.ranks, error=result.error or result.status))
             continue
-        known: dict[str, Any] = {one: getattr(result, one) for one in _OF_RESULT} | result.communication()
-        row = Row(name, result.scope, **known)
+        known: dict[str, Any] = result.communication()
+        known |= {one.name: getattr(result, one.name) for one in fields(Row) if hasattr(result, one.name)}
+        row = Row(name, **known)
         rows.append(row)
         row.capture_seconds = result.graph.get("capture_seconds")
         row.eval_loss = result.eval_losses[-1][1] if result.eval_losses else None
