@@ -430,7 +430,7 @@ def tokenizer_folder(folder: Path, tokenizer: str | None) -> Path | None:
     """Where the tokenizer of a model is; None for bytes.
 
     Args:
-        folder: of the model, such as a checkpoint of `train.py` or the averaged weights in it.
+        folder: of the model, such as a checkpoint of `train.py`, or the averaged or merged weights in it.
         tokenizer: folder of a tokenizer, `bytes`, or None to find out: the tokenizer saved with the model, or bytes
             for a checkpoint of `train.py` without one.
 
@@ -451,7 +451,7 @@ def tokenizer_folder(folder: Path, tokenizer: str | None) -> Path | None:
         return Path(tokenizer)
     if has_tokenizer(folder):
         return folder
-    checkpoint = next((path for path in (folder, folder.parent) if (path / _TRAINING_STATE).is_file()), None)
+    checkpoint = next((path for path in (folder, *folder.parents[:2]) if (path / _TRAINING_STATE).is_file()), None)
     if checkpoint is None:
         raise ConfigError(f"{folder} holds no tokenizer; set tokenizer=FOLDER, or tokenizer=bytes")
     return checkpoint if has_tokenizer(checkpoint) else None

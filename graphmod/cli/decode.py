@@ -31,7 +31,7 @@ from graphmod.serve.engine_side import FrontLost, FrontProcess, Host
 from graphmod.text import Codec, TextStream, TokenizerCodec, codec_for
 from graphmod.trace.garbage import frozen_heap
 from graphmod.train.device import pick_device
-from graphmod.train.folders import EMA_FOLDER, DamagedCheckpoint, OtherFormat, read_manifest
+from graphmod.train.folders import DamagedCheckpoint, OtherFormat, checkpoint_of, read_manifest
 from graphmod.train.model import is_adapter, load_weights, saved_config, set_special_tokens
 from graphmod.words import counted
 
@@ -69,11 +69,10 @@ def cache_of(engine: DecodeEngine) -> str:
 
 
 def trained(folder: Path) -> str | None:
-    """How many steps made the checkpoint in `folder`, or the averaged weights in its folder `ema`, and with which loss;
-    None for what is no checkpoint of a run, or none that can be read."""
-    checkpoint = folder.parent if folder.name == EMA_FOLDER else folder
+    """How many steps made the weights in `folder`, and with which loss; None for what is in no checkpoint of a run, or
+    in none that can be read."""
     try:
-        manifest = read_manifest(checkpoint)
+        manifest = read_manifest(checkpoint_of(folder) or folder)
         done, steps = manifest["steps_done"], manifest["settings"]["train.steps"]
     except (DamagedCheckpoint, OtherFormat, OSError, KeyError, TypeError):
         return None

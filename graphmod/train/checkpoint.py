@@ -29,6 +29,7 @@ from graphmod.train.folders import (
     EMA_FOLDER,
     FORMAT,
     MANIFEST_FILE,
+    MERGED_FOLDER,
     PARTS,
     STATE_FILE,
     WEIGHTS_FILE,
@@ -42,7 +43,6 @@ from graphmod.train.folders import (
 )
 from graphmod.train.model import dims_of, has_adapters, load_weights, no_transformers_bars, save_merged
 from graphmod.train.parallel import local, shards, spread, whole
-from graphmod.train.settings import MERGED_FOLDER
 from graphmod.train.step import TrainStep
 
 # -- how far a run is --------------------------------------------------------------------------------------------------

@@ -230,7 +230,7 @@ def require_no_own_model(folder: Path) -> None:
 
 STATE_FILE = "training_state.pt"
 CHECKPOINTS = "checkpoints"
-EMA_FOLDER = "ema"
+EMA_FOLDER, MERGED_FOLDER = "ema", "merged"  # in a checkpoint: averaged weights, and what adapters make of a model
 FORMAT = 5
 PARTS = ("steps_done", "config", "settings", "data", "ranks", "processes", "arrangement", "seen")  # of `Progress`
 _CHUNK = 1 << 22
@@ -307,8 +307,11 @@ def verify(folder: Path, which: Callable[[Path], bool] = lambda path: True) -> d
 
 
 def checkpoint_of(folder: Path) -> Path | None:
-    """The checkpoint of a run that `folder` is, or whose averaged weights it holds; None where it is neither."""
-    for one in (folder, *([folder.parent] if folder.name == EMA_FOLDER else ())):
+    """The checkpoint of a run that `folder` is, or whose averaged or merged weights it holds; None where it is none."""
+    around = [folder]
+    while around[-1].name in (EMA_FOLDER, MERGED_FOLDER):
+        around.append(around[-1].parent)
+    for one in around:
         of_a_run = one.absolute().parent.name == CHECKPOINTS and one in checkpoints(one.parent)
         if of_a_run or (one / MANIFEST_FILE).is_file():
             return one

@@ -20,6 +20,7 @@ from graphmod.train.device import pick_device
 from graphmod.train.folders import (
     CHECKPOINTS,
     MANIFEST_FILE,
+    MERGED_FOLDER,
     DamagedCheckpoint,
     FolderInUse,
     checkpoints,
@@ -32,7 +33,7 @@ from graphmod.train.folders import (
 from graphmod.train.optim import learning_rates
 from graphmod.train.parallel import spread
 from graphmod.train.result import RESULT_FILE, RunResult
-from graphmod.train.settings import ADAPTER_FILE, MERGED_FOLDER, RunConfig, plain_config
+from graphmod.train.settings import ADAPTER_FILE, RunConfig, plain_config
 from graphmod.train.step import TrainStep
 from graphmod.words import as_yaml
 

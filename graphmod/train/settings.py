@@ -16,7 +16,7 @@ from typing import Any
 
 from graphmod.config import CompileMode, CUDAGraphConfig, choice, names_settings, settings
 from graphmod.errors import ConfigError
-from graphmod.train.folders import require_no_own_model, saved_folder
+from graphmod.train.folders import MERGED_FOLDER, require_no_own_model, saved_folder
 from graphmod.train.targets import check_target
 
 # -- what checks share -------------------------------------------------------------------------------------------------
@@ -113,8 +113,7 @@ def train_settings(given: object) -> TrainGraphConfig:
 
 # -- model -------------------------------------------------------------------------------------------------------------
 
-# In a checkpoint of adapters: the file they are described in, and the folder of the whole model that they make.
-ADAPTER_FILE, MERGED_FOLDER = "adapter_config.json", "merged"
+ADAPTER_FILE = "adapter_config.json"  # in which adapters are described
 
 LOCAL, CUSTOM = "local", "custom"
 

@@ -12,13 +12,14 @@ from transformers import AutoModelForCausalLM
 from graphmod.cli import decode as generation_run
 from graphmod.cli import generate as generate_cli
 from graphmod.cli.app import parse
-from graphmod.cli.decode import load_model
+from graphmod.cli.decode import load_model, trained
 from graphmod.cli.job import job_settings
 from graphmod.cli.settings import DeviceName, ModelSource, model_folder
 from graphmod.decode import DecodeEngine
 from graphmod.errors import ConfigError
+from graphmod.text import tokenizer_folder
+from graphmod.train.folders import MERGED_FOLDER
 from graphmod.train.run import train
-from graphmod.train.settings import MERGED_FOLDER
 from tests.support.made_tokenizers import byte_level
 from tests.support.settings import TINY, composed
 
@@ -81,6 +82,18 @@ def test_adapters_and_the_merged_model_load_for_sampling(adapted, base, tmp_path
         [[40, 41]], max_new_tokens=6, temperature=0
     )
     assert done.error is None and len(done.tokens) == 6
+
+
+def test_merged_models_are_parts_of_their_checkpoint(adapted, tmp_path):
+    result = train(adapted("model.lora.merge=true", "train.ema_decay=0.9", "train.steps=2"), tmp_path / "run")
+    saved = tmp_path / "run" / result.checkpoint
+    for folder in (saved / MERGED_FOLDER, saved / "ema" / MERGED_FOLDER):
+        assert model_folder(str(folder)) == folder and tokenizer_folder(folder, None) is None
+        assert str(trained(folder)).startswith("trained for 2 of 2 steps")
+        with (folder / "model.safetensors").open("ab") as file:
+            file.write(b"more")
+        with pytest.raises(ConfigError, match="is damaged"):
+            model_folder(str(folder))
 
 
 def test_generate_reads_adapters_with_their_tokenizer_and_stops_where_documents_end(
