@@ -43,7 +43,7 @@ from graphmod.signature.flattening import unrepeatable
 from graphmod.signature.modes import FOREIGN, difference, key_reader
 from graphmod.step.eager_parts import Methods, RecordedParts
 from graphmod.step.recording import record_reads
-from graphmod.step.results import not_returned, not_to_be_made_again, outline
+from graphmod.step.results import bind, not_returned, not_to_be_made_again, outline
 from graphmod.step.surroundings import Surroundings
 from graphmod.torch_private import current_node
 from graphmod.trace.garbage import no_garbage_collection
@@ -137,7 +137,8 @@ class Part:
         )
         result = call.result
         changed = given.changed()
-        changes = list(all_changes(notes))
+        bound, _ = bind(notes, result, recorder.backward)
+        changes = list(all_changes(notes, bound))
         if changed is not None:  # the same, seen from the code's side, tells the line
             of_arguments = [one for one in changes if one.owner in call.flat.seen]
             self._add_said(changed, next((one.where for one in of_arguments), (None, None)))
@@ -151,7 +152,7 @@ class Part:
         found = [] if known else methods.found  # which do all of this
         self.eager = [*map(str, parts.made), *(f"{name} ({methods.why})" for name in found[:1]), *found[1:]]
         self._take_in(recorder, [] if found else changes, hazards=not found)
-        self.guards.append(Guards(notes, recorder.backward))
+        self.guards.append(Guards(notes, recorder.backward, bound))
         self._look_at_optimizers(notes, recorder, gpu)
         for said in (given.returned(result), not_to_be_made_again(outline(result)[0])):
             self._add_said(said)

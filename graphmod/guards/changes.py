@@ -7,8 +7,9 @@ from __future__ import annotations
 import inspect
 import queue
 import sys
+import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,11 @@ from graphmod.trace.recorder import Recorder
 
 NOT_REPLAYED = "which a replay would not do"
 KEEP = "keep it in a tensor that is changed in place, or pass it as an argument"
+KEEP_TENSORS = "bind tensors instead, detached, or a new list, dict or dataclass of such"
+DETACH = (
+    "bind it detached. Of weight_norm and spectral_norm, torch.nn.utils.parametrizations has some that bind nothing"
+)
+IN_PLACE = "change it in place (copy_, add_), or pass it as an argument"
 KEEP_ITEMS = "do that after the call, with what the call returns"
 KEEP_LOCK = "take it and release it inside the call, or outside"
 REGISTER = "register classes before the call"
@@ -124,9 +130,22 @@ def differs(name: str, key: Any, was: Any, now: Any, where: tuple, optimizer: An
     return f"{told} (read at {line_of(where)})" + (f"; {remedy}" if remedy else "")
 
 
-def what_changed(notes: Notes) -> str | None:
-    """The first of what a call changed, in words; None if that is nothing."""
-    first = next(all_changes(notes), None)
+def bound_anew(notes: Notes) -> list[Note]:
+    """The places where a call put something else before anybody looked at what was there, or went through all that is
+    in the container. Each once."""
+    if notes.of_dynamo:  # whose code reads by itself
+        return []
+    found = {note.place: note for note in notes.notes.values() if not note.read and note.changed()}
+    for note in notes.notes.values() if found else ():
+        whole = id(note.container) in notes.contents or isinstance(note.owner, threading.local)
+        if note.read or whole or is_plain(now := note.now()) or now is MISSING:
+            found.pop(note.place, None)
+    return list(found.values())
+
+
+def what_changed(notes: Notes, bound: Collection[Note] = ()) -> str | None:
+    """The first of what a call changed, in words; None if that is nothing. `bound`: see `all_changes`."""
+    first = next(all_changes(notes, bound), None)
     return None if first is None else str(first)
 
 
@@ -137,8 +156,9 @@ def imports(notes: Notes) -> bool:
     )
 
 
-def all_changes(notes: Notes) -> Iterator[Change]:
-    """All that a call changed of what it read."""
+def all_changes(notes: Notes, bound: Collection[Note] = ()) -> Iterator[Change]:
+    """All that a call changed of what it read, but for places that are bound anew at each replay."""
+    known = {note.place for note in bound}
     if notes.unreadable is not None:
         error, where = notes.unreadable
         yield Change(f"reads an object that cannot be looked into without harm: {error}", lines_of(where), OUTSIDE)
@@ -153,6 +173,8 @@ def all_changes(notes: Notes) -> Iterator[Change]:
     replaced, kept_by = replacements(notes), keepers(notes)
     told: set[int] = set()
     for note in sorted(notes.notes.values(), key=lambda note: not isinstance(note.owner, SCHEDULERS)):
+        if known and note.place in known:
+            continue
         if id(note.owner) not in replaced and note.changed() and not issubclass(type(note.now()), Recorder):
             told.add(id(note.owner))
             yield _change_of(note, kept_by.get(id(note.owner)))
@@ -175,7 +197,14 @@ def _change_of(note: Note, keeper: Any) -> Change:
     """The change of what is at one place, which `keeper` uses; see `keepers`."""
     was, now, name = note.before(), note.now(), name_of(note)
     effect = _changes(f"{name}{_of(keeper)}", was, now, note.gone)
-    return Change(effect, lines_of(note.where), against_change(note.owner, note.key, was, keeper), id(note.owner))
+    remedy = against_change(note.owner, note.key, was, keeper)
+    if remedy == KEEP and isinstance(now, Tensor):
+        remedy = IN_PLACE
+        if now.requires_grad and not note.read:
+            effect, remedy = f"binds {name} to a tensor with a history, whose backward may come", DETACH
+    elif remedy == KEEP and not (note.read or is_plain(now)):
+        remedy = KEEP_TENSORS
+    return Change(effect, lines_of(note.where), remedy, id(note.owner))
 
 
 def _changes(name: str, was: Any, now: Any, gone: bool = False) -> str:

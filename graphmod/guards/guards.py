@@ -10,7 +10,7 @@ import operator
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import chain, repeat
 from typing import Any
 
@@ -248,8 +248,8 @@ class _Guard:
         return get(self.container, self.note.key)
 
 
-def _put(container: Any, note: Note, value: Any) -> None:
-    """Puts a value, or nothing, where it was found, unless it is there."""
+def put(container: Any, note: Note, value: Any) -> None:
+    """Puts a value, or nothing, at a place, unless it is there."""
     if get(container, note.key) is value:
         return
     if isinstance(container, Cell):
@@ -258,10 +258,14 @@ def _put(container: Any, note: Note, value: Any) -> None:
         container[note.key] = value
     elif isinstance(container, dict):
         container.pop(note.key, None)
-    elif isinstance(container, (types.MappingProxyType, Slots)) and value is not MISSING:
-        setattr(note.owner, note.key, value)
-    elif isinstance(container, (types.MappingProxyType, Slots)):
-        delattr(note.owner, note.key)
+    elif isinstance(container, Slots) and value is not MISSING:
+        object.__setattr__(container.owner, note.key, value)
+    elif isinstance(container, Slots):
+        object.__delattr__(container.owner, note.key)
+    elif isinstance(container, types.MappingProxyType) and value is not MISSING:
+        type.__setattr__(note.owner, note.key, value)
+    elif isinstance(container, types.MappingProxyType):
+        type.__delattr__(note.owner, note.key)
 
 
 def _columns(places: list[_Guard]) -> tuple[list, list, list]:
@@ -275,8 +279,10 @@ class Guards:
     Args:
         notes: of the call, which changed nothing of it.
         backward: whether a backward ran inside, which writes gradients that are absent and adds to others.
+        bound: places whose value is another after each call, and that nobody is to compare.
 
     Attributes:
+        bound: those, in containers as they are now.
         exchanged: whether the last change found was of an object or a tensor, which the guards keep alive.
         slots: `(container, key, tensor)` of each place of a tensor.
         attributes: those of `slots` that are parameters of modules.
@@ -285,8 +291,13 @@ class Guards:
         optimizers: those it worked with.
     """
 
-    def __init__(self, notes: Notes, backward: bool = False) -> None:
+    def __init__(self, notes: Notes, backward: bool = False, bound: Collection[Note] = ()) -> None:
         self.exchanged = False
+        self.bound = list(map(_Guard, bound))
+        kept_out = {note.place for note in bound}
+        for place in self.bound:  # neither what was there nor what is is kept alive
+            place.value = MISSING
+            place.note.let_go()
         self.modules = list(notes.modules.values())
         self._hooks_of = [hooks for module in self.modules for kind in HOOKS if not (hooks := getattr(module, kind))]
         replaced = replacements(notes)
@@ -300,6 +311,7 @@ class Guards:
         self._kinds = list(map(type, self._objects))
         self._named_weakly = [(weakref.ref(one), type(one)) for one in others if id(one) in notes.weakly]
         kept = [note for note in kept if not isinstance(note.container, Kind)]
+        kept = [note for note in kept if note.place not in kept_out]
         owners = {id(note.owner): note.owner for note in kept}
         self.optimizers = [one for one in owners.values() if isinstance(one, torch.optim.Optimizer)]
         self._of_optimizer = {id(group): one for one in self.optimizers for group in one.param_groups}
@@ -459,7 +471,7 @@ class Guards:
                 return differs(name_of(note), note.key, was, there, note.where, optimizer)
             return f"{name_of(note)} is another {type(was).__name__} than when it was recorded"
         if isinstance(was, CONTAINERS):  # go on with the equal one that has taken its place
-            for one in self._places:
+            for one in (*self._places, *self.bound):
                 one.container = there if one.container is was else one.container
             self._without = [there if one is was else one for one in self._without]
             self.contents.replace(was, there)
@@ -480,8 +492,12 @@ class Guards:
     def restore(self) -> None:
         """Puts back every value that is another than it was."""
         for found in self._as_then():
-            _put(*found)
+            put(*found)
         self.contents.restore()
+
+    def bound_now(self) -> list[tuple[Any, Note, Any]]:
+        """What is at each place that calls bind anew, for `put`."""
+        return [(one.container, one.note, one.now()) for one in self.bound]
 
     def _as_then(self) -> list[tuple[Any, Note, Any]]:
         """Each place, and what it held: the container, the note on it, the value."""
@@ -492,18 +508,16 @@ class Guards:
 
     @contextlib.contextmanager
     def as_recorded(self) -> Iterator[None]:
-        """Inside, code finds what the recorded call has found."""
-        if self.changed(gradients=False) is None:
-            yield
-            return
-        now = [(container, note, get(container, note.key)) for container, note, _ in self._as_then()]
+        """Inside, code finds what the recorded call has found; what it does to that is undone."""
+        now = [*self.bound_now(), *((one, note, get(one, note.key)) for one, note, _ in self._as_then())]
         contents = [(value, content_now(value)) for value, _ in self.contents.found]
-        self.restore()
+        if self.changed(gradients=False) is not None:
+            self.restore()
         try:
             yield
         finally:
             for found in now:
-                _put(*found)
+                put(*found)
             for value, items in contents:
                 put_back(value, items)
 

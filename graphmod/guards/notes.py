@@ -38,6 +38,7 @@ from graphmod.guards.values import (
     Place,
     Slots,
     Subclasses,
+    View,
     behind,
     bound_to,
     content,
@@ -279,11 +280,12 @@ class Note:
         kind: the class that the owner had.
         items: of a container.
         where: code and line that looked.
+        read: whether code looked at what was there before it put something else there.
     """
 
     __slots__ = (
         *("_container", "_owner", "_value", "_view", "_weak_owner", "_weak_value"),
-        *("items", "key", "kind", "where"),
+        *("items", "key", "kind", "read", "where"),
     )
 
     def __init__(self, owner: Any, place: Place, where: tuple) -> None:
@@ -297,6 +299,7 @@ class Note:
             self._container, self._view = None, type(place.container)
         self._value, self._weak_value = _held(place.value)
         self.items = content(place.value) if isinstance(place.value, CONTAINERS) else None
+        self.read = True
 
     @property
     def owner(self) -> Any:
@@ -310,6 +313,18 @@ class Note:
     def hold(self) -> None:
         """Holds what was there no longer weakly."""
         self._value, self._weak_value = self.before(), False
+
+    @property
+    def place(self) -> tuple:
+        """Which place it is, by whatever way code came to it."""
+        container = self.container
+        if isinstance(container, View):  # another one each time
+            return id(self.owner), type(container), self.key
+        return id(container), self.key
+
+    def let_go(self) -> None:
+        """Forgets what was there."""
+        self._value, self._weak_value, self.items = None, False, None
 
     def own(self) -> dict | None:
         """The attributes of the owner, where the place is among them."""
@@ -410,6 +425,7 @@ class Notes:
         self._functions: dict[int, types.FunctionType] = {}
         self._first: dict[tuple[int, Any], Note] = {}  # notes by identity of the container, and key
         self._deep: dict[int, Any] = {}
+        self._stored: Any = MISSING  # the name or key at which something is about to be put
 
     def try_to(self, note: Callable, *seen: Any) -> None:
         """Notes something that was seen. It may be of any kind, so that this may fail; the user's call goes on."""
@@ -580,6 +596,14 @@ class Notes:
         if not (is_library(file) and (value is MISSING or isinstance(value, _FIXED))):
             self._note(held, Place(held, name, value))
 
+    def stored(self, look: Callable, owner: Any, key: Any) -> None:
+        """Takes in, by a look at it, a place where code is about to put something, without reading what is there."""
+        self._stored = key
+        try:
+            look(owner, key)
+        finally:
+            self._stored = MISSING
+
     def attribute(self, owner: Any, name: Any) -> Any:
         """The value of an attribute, noted; MISSING, UNKNOWN or CODE where there is none to be had."""
         if not isinstance(name, str):
@@ -588,6 +612,7 @@ class Notes:
         if known is not None and known.owner is owner and known.kind is kind:
             value = self._again(known, kind)
             if value is not UNKNOWN:
+                known.read = known.read or name is not self._stored
                 return value
         if issubclass(kind, Tensor):
             return self._of_tensor(owner, name)
@@ -813,18 +838,23 @@ class Notes:
             return
         if type(place.value) is types.FunctionType and STANDS_FOR in vars(place.value):
             place = place._replace(value=getattr(place.value, STANDS_FOR))
+        read = place.key is not self._stored
         if (known is None or known.owner is not owner) and self.ages.is_old(owner):
             if isinstance(owner, _HELD):
                 self.ages.there(owner)
             found = (identity(place.container), place.key)
             lasting = self.between_calls.get(found[0], {}).get(place.key)
             earlier = self._first.get(found)  # by another way, before the call put something else there
-            if lasting is None and earlier is not None and earlier.container is place.container:
-                lasting = earlier.before()
+            if earlier is not None and earlier.container is place.container:
+                lasting = earlier.before() if lasting is None else lasting
+                read = read and place.value is earlier.before()
             place = place if lasting is None else place._replace(value=lasting)
-            self.notes[name] = self._first[found] = Note(owner, place, self.here())
+            known = self.notes[name] = self._first[found] = Note(owner, place, self.here())
+            known.read = read
             self._lead_to(place.value)
             self._meet(place.value)
+        elif known is not None and read and place.value is known.before():
+            known.read = True
 
     def belongs(self, value: Any, owner: Any) -> Any:
         """The value, which is as old as its owner."""

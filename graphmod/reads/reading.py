@@ -189,6 +189,9 @@ class Reading:
     def attribute(self, frame: FrameType, name: str, values: list) -> None:
         self.attribute_of(values[-1], name)
 
+    def store_attribute(self, frame: FrameType, name: str, values: list) -> None:
+        self._notes.stored(self.attribute_of, values[-1], name)
+
     def attribute_of(self, owner: Any, name: Any) -> Any:
         if identity(type(owner)) in _BUILT_IN:  # whose methods nobody exchanges
             return UNKNOWN
@@ -222,7 +225,7 @@ class Reading:
         self.use(values[-1])
 
     def store_item(self, frame: FrameType, argument: Any, values: list) -> None:
-        self._item(values[-2], values[-1])
+        self._notes.stored(self._item, values[-2], values[-1])
         self.use(values[-1])
         if isinstance(values[-2], Tensor) or type(values[-1]) is slice:
             self.use(values[0])
@@ -432,7 +435,9 @@ _BY_NAME_OF_OBJECT = {"__getattribute__", "__setattr__", "__delattr__"}
 
 
 def _attribute(reading: Reading, function: Any, given: list) -> None:
-    if len(given) > 1:
+    if len(given) > 1 and function.__name__ in ("setattr", "__setattr__"):
+        reading._notes.stored(reading.attribute_of, given[0], given[1])
+    elif len(given) > 1:
         reading.attribute_of(given[0], given[1])
 
 
@@ -581,7 +586,7 @@ _STEPS: dict[str, tuple[Callable, int]] = {
     "STORE_NAME": (Reading.changed_name, 1),
     "DELETE_NAME": (Reading.changed_name, 0),
     **dict.fromkeys(("LOAD_ATTR", "LOAD_METHOD", "DELETE_ATTR", "IMPORT_FROM"), (Reading.attribute, 1)),
-    "STORE_ATTR": (Reading.attribute, 2),
+    "STORE_ATTR": (Reading.store_attribute, 2),
     "SET_FUNCTION_ATTRIBUTE": (Reading.kept, 2),
     "IMPORT_NAME": (Reading.imported, 2),
     "LOAD_SUPER_ATTR": (Reading.attribute_of_super, 3),

@@ -17,7 +17,7 @@ from graphmod.backend.cuda import renew_gradient_accumulators
 from graphmod.errors import CaptureRefused, SuccessorFailed
 from graphmod.errors import reason as failure
 from graphmod.guards.changes import NOT_REPLAYED
-from graphmod.guards.guards import Guards
+from graphmod.guards.guards import Guards, put
 from graphmod.guards.hooks import HookWatch, has_gradient_hooks
 from graphmod.signature.call import Call, Flat, Given
 from graphmod.signature.flattening import rebuild
@@ -104,7 +104,10 @@ class StepGraph:
 
         def run() -> Flat:
             with saving:
-                result = resolved(inside())
+                value = inside()
+                if guards.bound:
+                    value = (value, *(there for _, _, there in guards.bound_now()))
+                result = resolved(value)
             if parts is not None:
                 parts.result = result
             return result
@@ -172,7 +175,9 @@ class StepGraph:
         for _, buffer in self._copied:
             buffer.users += 1
             group.buffers.add(buffer)
-        self.stands_alone = not (self.results.handed_out or self._copied or recording.host_draws or parts)
+        self.stands_alone = not (
+            self.results.handed_out or guards.bound or self._copied or recording.host_draws or parts
+        )
         seen_by_parts = [] if parts is None else parts.lent
         lent = [left for _, left in (*seen_by_parts, *self._grads_after) if isinstance(left, GradientBuffer)]
         self.tape.hand_out(self.results.handed_out + lent)
@@ -357,6 +362,7 @@ class _Before:
         recording, self._backend = graph.recording, graph.context.group.backend
         self._guards, self._parameters = recording.guards, parameters
         self.grads = [parameter.grad for parameter in parameters]
+        self._bound = self._guards.bound_now()
         self.random_state = self._backend.random_state(), recording.host_draws.states()
         generators: list[Any] = [*recording.generators, random._inst, numpy.random.mtrand._rand]
         self._generators = [(generator, state_of(generator)) for generator in generators]
@@ -366,6 +372,8 @@ class _Before:
         self._backend.set_random_state(device)
         put_back([*self._generators, *host])
         self._guards.restore()
+        for found in self._bound:
+            put(*found)
         for parameter, grad in zip(self._parameters, self.grads, strict=True):
             if parameter.grad is not grad:
                 parameter.grad = grad

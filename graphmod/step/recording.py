@@ -17,7 +17,7 @@ from graphmod.guards.notes import Notes
 from graphmod.reads.frames import noting
 from graphmod.signature.call import Call, Given
 from graphmod.step.eager_parts import Methods, RecordedPart, RecordedParts
-from graphmod.step.results import not_to_be_made_again, outline, resolved
+from graphmod.step.results import bind, not_to_be_made_again, outline, resolved
 from graphmod.torch_private import (
     any_autocast,
     backward_threads,
@@ -63,7 +63,8 @@ class Recording:
         backward, random: whether a backward ran inside; whether random numbers were drawn.
         communicates: whether other processes took part in it.
         guards: what its code read.
-        returned: the outline of its result; differentiable: whether a tensor in that may have a backward.
+        returned: the outline of its result, and of what it bound anew.
+        differentiable: whether a tensor in its result may have a backward.
         refused: why it is not to be captured; None where it may be.
         seconds: that it took.
         settles: whether torch.compile compiled something in it, or its code was the first to import a module, so that
@@ -89,13 +90,11 @@ class Recording:
     settles: bool
     functions: Any
     parts: list[RecordedPart]
+    differentiable: bool
     its_backward: Any = None
     captured: bool = False
     judged_again: bool = False
     follow: bool = False
-
-    def __post_init__(self) -> None:
-        self.differentiable = any(requires_grad for _, _, requires_grad, *_ in self.returned[1])
 
 
 def record(
@@ -111,18 +110,21 @@ def record(
     """
     began, compiled = time.perf_counter(), frames_compiled()
     recorder, notes, given = record_reads(call, gpu, *roots, methods=methods, follows=follows)
-    returned = outline(call.result)
+    bound, whole = bind(notes, call.result, recorder.backward)
+    returned = outline(whole)
     refused = str(recorder.hazards[0]) if recorder.hazards else None
     refused = refused or (BACKWARD_OUTSIDE if recorder.unfinished else None)
     refused = refused or given.changed() or given.returned(call.result) or not_to_be_made_again(returned[0])
-    refused = refused or what_changed(notes)
+    refused = refused or what_changed(notes, bound)
     if recorder.mask_saved is not None and call.result.differentiable:
         refused = refused or str(recorder.mask_saved)  # a backward outside indexes with it once more
     refused = refused or _read_by_other_names(call, recorder, notes)
     parts = recorder.parts
     assert isinstance(parts, RecordedParts)
     refused = refused or parts.finish(recorder, bool(call.result.differentiable))
-    guards = Guards(notes, recorder.backward)
+    if bound and parts.made:
+        refused = refused or what_changed(notes)  # which such a part would find as the call before has left it
+    guards = Guards(notes, recorder.backward, bound)
     assert recorder.script is not None and recorder.host_draws is not None, "whoever records has them"
     made = Recording(
         recorder.script,
@@ -138,6 +140,7 @@ def record(
         settles=recorder.compiles or frames_compiled() != compiled or imports(notes),
         functions=notes.ages.functions,
         parts=parts.made,
+        differentiable=any(tensor.requires_grad for tensor in call.result.leaves),
     )
     if methods is not None and made.settles:
         methods.give_up()

@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 from graphmod.errors import CaptureRefused
+from graphmod.guards.changes import bound_anew
+from graphmod.guards.guards import put
+from graphmod.guards.notes import Note, Notes
 from graphmod.signature.call import Flat
 from graphmod.signature.flattening import Content, Leaf, Opaque, Unrepeatable, parts, rebuild
 from graphmod.signature.signature import attributes_of, unusual
 from graphmod.step.entry import Entry
 from graphmod.step.static_outputs import StaticOutput
-from graphmod.torch_private import without_modes
+from graphmod.torch_private import top_saved_tensors_hooks, without_modes
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Follower
 
@@ -122,8 +125,66 @@ def not_to_be_made_again(structure: Any) -> str | None:
     return None
 
 
+def bind(notes: Notes, result: Flat, backward: bool) -> tuple[list[Note], Flat]:
+    """The places that a recorded call bound anew (`self.last = y.detach()`) in a way that each replay can: with tensors
+    of its own, as it hands out results. With these, its result together with what is there now.
+
+    Args:
+        backward: whether a backward ran inside.
+    """
+    if top_saved_tensors_hooks(True) is not None:  # a checkpoint that makes the call again binds once more
+        return [], result
+    returned = set(map(id, result.leaves))
+    places = [note for note in bound_anew(notes) if _can_be_bound(note.now(), notes, returned, backward)]
+    return places, Flat((result.value, *(note.now() for note in places))) if places else result
+
+
+def _can_be_bound(value: Any, notes: Notes, returned: set[int], backward: bool) -> bool:
+    """Whether a value can be made again, its containers are the call's own, and no backward of it may come."""
+    flat = Flat(value)
+    containers = [part[1] for part in flat.seen.values() if part.__class__ is tuple]
+    made = [tensor for tensor in flat.leaves if id(tensor) in notes.ages.made]
+    histories = [tensor for tensor in flat.leaves if tensor.requires_grad and not tensor.is_leaf]
+    return (
+        not_to_be_made_again(flat.structure) is None
+        and all(not_returned(tensor) is None for tensor in made)
+        and all(id(container) in notes.ages.made for container in containers)
+        and all(backward and id(tensor) not in returned and is_spent(tensor) for tensor in histories)
+    )
+
+
+def is_spent(tensor: Tensor) -> bool:
+    """Whether the backward of a tensor has run and freed what it needs, so that to ask for another is an error."""
+    node = tensor.grad_fn
+    while node is not None:
+        for name in dir(node):
+            if name.startswith("_saved_") or name == "saved_tensors":
+                try:
+                    getattr(node, name)
+                except RuntimeError:
+                    return True
+        following = [one for one, _ in node.next_functions if one is not None]
+        node = following[0] if len(following) == 1 else None  # else a backward may go another way
+    return False
+
+
+class Spent(torch.autograd.Function):
+    """Gives a tensor a history whose backward has been run, as a captured call leaves it behind."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
+        return tensor.data
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError(
+            "Trying to backward through the graph a second time: the captured call has run the backward of this "
+            "tensor, which freed what it needs"
+        )
+
+
 class Results:
-    """The results of one captured call.
+    """The results of one captured call, and what it binds anew.
 
     Args:
         graph: the `StepGraph` whose they are.
@@ -142,18 +203,22 @@ class Results:
         CaptureRefused: something among them cannot be made again around other tensors.
     """
 
+    _anchor = torch.zeros(0, requires_grad=True)
+
     def __init__(
         self, graph: Any, result: Flat, given: list[Tensor], recorder: Follower, held: Collection[int]
     ) -> None:
         entry: Entry = graph.entry
-        self._structure = result.structure
+        self._structure, self._bound = result.structure, graph.recording.guards.bound
+        # Of the result itself; those that follow are in what it binds, and have no backward that is to come.
+        own = len(Flat(result.value[0]).leaves) if self._bound else len(result.leaves)
         reason = not_to_be_made_again(self._structure)
         if reason is not None:
             raise CaptureRefused(reason)
         if outline(result) != graph.recording.returned:
             raise CaptureRefused(
-                "returns other values, or tensors of other kinds, than in the call before, which a graph would freeze; "
-                "return them as tensors"
+                "returns or binds other values, or tensors of other kinds, than in the call before, which a graph "
+                "would freeze; return them as tensors"
             )
         self.with_grad: list[StaticOutput] = []
         self.sharing: list[StaticOutput] = []
@@ -162,6 +227,7 @@ class Results:
         # An index of an argument, None for the next of `with_grad`, a part of another, or what it is.
         self._parts: list[Any] = []
         self._with_grad_at: list[int] = []
+        self._spent: list[int] = []
         of_copies: set[int] = set()
         places = {id(static): index for index, static in enumerate(given)}
         of_argument = {address(static): index for index, static in enumerate(given) if address(static)}
@@ -180,7 +246,10 @@ class Results:
             else:
                 if (why := not_returned(tensor)) is not None:
                     raise CaptureRefused(why)
-                if tensor.requires_grad:
+                spent = tensor.requires_grad and place >= own
+                if spent:
+                    self._spent.append(place)
+                if tensor.requires_grad and not spent:
                     # Through the node also if it shares memory, so that gradients are summed up in eager's order.
                     self._parts.append(None)
                     self._with_grad_at.append(place)
@@ -203,7 +272,8 @@ class Results:
             output.copied = index in of_copies
         for output in self.handed_out:  # what the graph holds for all its replays is not the caller's to change
             output.copied = output.copied or address(output.tensor) in recorder.kept_at
-        self._clone = graph.context.config.clone_outputs or entry.copies_out
+        # What is bound stays until the next call, so that it would have to be moved out of the way each time.
+        self._clone = graph.context.config.clone_outputs or entry.copies_out or bool(self._bound)
         # The usual case of a layer: one tensor, handed out as it is.
         self._sole = self._structure.__class__ is Leaf and len(self.handed_out) == 1 and not self._clone
         self._sole = self._sole and not self.handed_out[0].copied
@@ -259,7 +329,15 @@ class Results:
         for index, part in enumerate(made):
             if part.__class__ is PartOf:
                 made[index] = part.of(made[part.index])
-        return rebuild(self._structure, made)
+        for index in self._spent:
+            with torch.enable_grad():
+                made[index] = Spent.apply(self._anchor, made[index])
+        result = rebuild(self._structure, made)
+        if self._bound:
+            result, *values = result
+            for place, value in zip(self._bound, values, strict=True):
+                put(place.container, place.note, value)
+        return result
 
 
 def resolved(result: Any) -> Flat:

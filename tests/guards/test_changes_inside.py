@@ -4,6 +4,7 @@ changes nothing in the end."""
 import contextlib
 import copy
 import functools
+import pickle
 import random
 
 import numpy
@@ -115,6 +116,100 @@ CHANGES = {
     ),
     "module appended": ("M = nn.ModuleList()", "M.append(Scale(2.0)); h = through(M, h)", "len(M)"),
     "hook": ("M = linear()", "M.register_forward_hook(twice); h = M(h)", "len(M._forward_hooks)"),
+    "bound after hasattr": (
+        "S = Holder()", "h = h * (2 if hasattr(S, 't') else 3); S.t = h.mean(0)", "S.t.tolist()"
+    ),
+    "bound after a look at all attributes": (
+        "S = Holder()", "h = h * len(vars(S)); S.t = h.mean(0)", "S.t.tolist()"
+    ),
+    "bound and looked at by a copy of all": (
+        "S = Holder(); S.t = full(1.0)", "h = h * copy.copy(S).t; S.t = h.mean(0)", "S.t.tolist()"
+    ),
+    "item bound after a look at all items": (
+        "D = {'a': full(1.0)}", "h = h * sum(D.values()); D['a'] = h.mean(0)", "D['a'].tolist()"
+    ),
+    "bound by a setter that adds to what was there": (
+        "class Sums:\n    def __setattr__(self, name, value):\n        "
+        "object.__setattr__(self, name, value + getattr(self, name, 0))\nS = Sums()",
+        "S.t = h.mean(0)", "S.t.tolist()",
+    ),
+    "read by another way and bound": (
+        "S = Holder(); S.t = full(1.0); D = S.__dict__", "h = h * D['t']; S.t = h.mean(0)", "S.t.tolist()"
+    ),
+    "bound and kept": ("S = Holder(); L = []", "S.t = h.mean(0); L.append(S.t)", "[t.tolist() for t in L]"),
+    "bound to a list from outside": (
+        "S = Holder(); L = [full(1.0)]", "S.t = [L, h.mean(0)]", "(S.t[0] is L, S.t[1].tolist())"
+    ),
+    "bound to an object of C": ("S = Holder()", "S.t = partial(scale, by=h.mean(0))", "S.t(1.0).tolist()"),
+    "bound to a tensor whose backward may come": (
+        "S = Holder(); M = linear()", "S.t = M(h.detach()).sum()", "torch.autograd.grad(S.t, M.weight)[0].tolist()"
+    ),
+    "bound to a tensor whose backward may come again": (
+        "S = Holder(); M = linear()",
+        "S.t = M(h.detach()).square().sum(); torch.autograd.grad(S.t, M.weight, retain_graph=True)",
+        "torch.autograd.grad(S.t, M.weight)[0].tolist()",
+    ),
+    "bound to a leaf that is made inside": (
+        "S = Holder()", "S.t = h.detach().requires_grad_()", "S.t.is_leaf, S.t.tolist()"
+    ),
+    "bound to what counts": (
+        "S = Holder(); S.n = 0", "import time; S.t = h.mean(0), time.perf_counter_ns()", "S.t[0].tolist()"
+    ),
+    "bound in one thread": ("S = threading.local()", "S.t = h.mean(0)", "S.t.tolist()"),
+    "bound in one branch": (
+        "S = Holder(); S.t = full(1.0); S.n = 0\ndef count(): S.n += 1; return S.t.tolist()",
+        "if S.n % 2: S.t = h.mean(0)\n    else: h = h * S.t", "count()",
+    ),
+}  # fmt: skip
+
+# name -> as above: what is bound to tensors of the call before anybody looks at what was there.
+BOUND = {
+    "an attribute": ("S = Holder()", "S.t = h.mean(0)", "S.t.tolist()"),
+    "an attribute that is read then": ("S = Holder()", "S.t = h.mean(0); h = h * S.t; S.t = S.t * 2", "S.t.tolist()"),
+    "an attribute of a module": ("M = linear()", "M.last = M(h).detach(); h = h + M.last", "M.last.tolist()"),
+    "an attribute of a class": ("class C:\n    t = None", "C.t = h.mean(0)", "C.t.tolist()"),
+    "a slot": ("S = Slotted(0)", "S.scale = h.mean(0)", "S.scale.tolist()"),
+    "setattr": ("S = Holder()", "setattr(S, 't', h.mean(0))", "S.t.tolist()"),
+    "by the dict of an object": ("S = Holder()", "S.__dict__['t'] = h.mean(0); h = h * S.t", "S.t.tolist()"),
+    "a setter of its own": (
+        "class Sets:\n    def __setattr__(self, name, value): object.__setattr__(self, name, value * 2)\nS = Sets()",
+        "S.t = h.mean(0)", "S.t.tolist()",
+    ),
+    "a slot with a setter": (
+        "class Sets:\n    __slots__ = ('t', '__weakref__')\n"
+        "    def __setattr__(self, name, value): object.__setattr__(self, name, value * 2)\nS = Sets()",
+        "S.t = h.mean(0)", "S.t.tolist()",
+    ),
+    "an item of a dict": ("D = {'a': 1, 'b': 2}", "D['a'] = h.mean(0)", "D['a'].tolist(), list(D)"),
+    "an item of a list": ("L = [1, 2]", "L[0] = h.mean(0); L[-1] = h.sum(0)", "[t.tolist() for t in L]"),
+    "a dict": ("S = Holder()", "S.t = {'a': h * 2, 'b': [h, 3.0]}", "S.t['a'].tolist(), S.t['b'][0].tolist()"),
+    "a dataclass": ("S = Holder()", "S.t = Settings(h * 2, (h, 'a'))", "S.t.scale.tolist(), S.t.inner[1]"),
+    "the result": ("S = Holder()", "h = h * 2; S.t = h", "S.t.tolist()"),
+    "a part of the result": ("S = Holder()", "h = h * 2; S.t = h[0]", "S.t.tolist()"),
+    "the argument": ("S = Holder()", "S.t = x", "S.t.tolist()"),
+    "a part of the argument": ("S = Holder()", "S.t = {'a': x[0]}", "S.t['a'].tolist()"),
+    "a parameter": ("S = Holder(); M = linear()", "S.t = [M.weight, h * 2]", "S.t[0] is M.weight, S.t[1].tolist()"),
+    "one tensor twice": ("S = Holder()", "S.t = S.u = h.mean(0)", "S.t is S.u, S.t.tolist()"),
+    "one dict twice": ("S = Holder()", "S.t = S.u = {'a': h * 2}", "S.t is S.u, S.t['a'].tolist()"),
+    "what is held over calls": (
+        "S = Holder(); HELD = []", "S.t = {'a': h * 2}",
+        "HELD.append((S.t, S.t['a'][0])), [[a['a'].tolist(), b.tolist()] for a, b in HELD]",
+    ),
+    "what is changed outside": ("S = Holder()", "S.t = h * 2", "S.t.add_(1).tolist(), S.t.resize_(2).tolist()"),
+    "what is copied outside": ("S = Holder()", "S.t = h * 2", "copy.deepcopy(S).t.tolist()"),
+    "what is saved outside": (
+        "M = linear()", "M.last = h * 2", "pickle.loads(pickle.dumps(M)).last.tolist(), list(M.state_dict())"
+    ),
+    "what is taken away outside": ("S = Holder()", "S.t = h * 2", "vars(S).pop('t').tolist()"),
+    "what is exchanged outside": ("S = Holder()", "S.t = h * 2", "setattr(S, 't', S.t * 2), S.t.tolist()"),
+    "in a dict that is exchanged for a copy": (
+        "S = Holder(); S.d = {'a': 1}", "S.d['a'] = h * 2", "setattr(S, 'd', dict(S.d)), S.d['a'].tolist()"
+    ),
+    "a tensor whose backward has run": (
+        "S = Holder(); M = linear()",
+        "S.t = M.weight * h.mean(); torch.autograd.grad(S.t.square().sum(), M.weight)",
+        "S.t.requires_grad, S.t.is_leaf, S.t.tolist(), len(raises(S.t.sum().backward)) > 9",
+    ),
 }  # fmt: skip
 
 HARMLESS = {
@@ -146,16 +241,23 @@ HARMLESS = {
 }  # fmt: skip
 
 
-def play(parts, device, graphed):
+def raises(function):
+    """The message of the error that a function raises."""
+    with pytest.raises(RuntimeError) as error:
+        function()
+    return str(error.value)
+
+
+def play(parts, device, graphed, **settings):
     """What each call of a program gives, and what it leaves outside; and the wrapper."""
     before, inside, left = parts
-    space = {"DEVICE": device, "__name__": "own_changes"}
+    space = {"DEVICE": device, "__name__": "own_changes", "copy": copy, "pickle": pickle, "raises": raises}
     exec(pieces.PRELUDE, space)
     random.seed(5)
     numpy.random.seed(5)
     code = f"{before}\ndef step(x):\n    h = x * 1.5\n    {inside}\n    return h\n"
     exec(compile(code, "changes.py", "exec"), space)
-    step = CUDAGraphModule(space["step"], TrainGraphConfig(warmup_steps=2)) if graphed else space["step"]
+    step = CUDAGraphModule(space["step"], TrainGraphConfig(warmup_steps=2, **settings)) if graphed else space["step"]
     results = []
     for call in range(CALLS):
         torch.manual_seed(call)
@@ -184,6 +286,28 @@ def test_what_a_call_leaves_as_it_was_is_captured(name, device):
     graphed, step = play(HARMLESS[name], device, True)
     assert_equal(eager, graphed)
     assert step.stats.replays >= CALLS - 4, step.last_failure
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("attribute set to a new tensor", "change it in place (copy_, add_)"),
+        ("bound to an object of C", "bind tensors instead"),
+        ("bound to a tensor whose backward may come", "bind it detached"),
+    ],
+)
+def test_what_is_bound_and_keeps_a_call_eager_is_told_with_what_helps(name, remedy, device):
+    assert remedy in play(CHANGES[name], device, True)[1].last_failure
+
+
+@pytest.mark.parametrize("settings", [{}, {"verify": "always"}, {"clone_outputs": True}], ids=str)
+@pytest.mark.parametrize("name", BOUND)
+def test_what_a_call_binds_before_it_looks_there_is_bound_anew_by_each_replay(name, settings, device):
+    eager, _ = play(BOUND[name], device, False)
+    graphed, step = play(BOUND[name], device, True, **settings)
+    assert_equal(eager, graphed)
+    assert step.stats.captures == 1 and not step.stats.failures, step.last_failure
+    assert step.stats.replays >= (1 if "verify" in settings else CALLS - 4)
 
 
 @pytest.mark.parametrize("bound", [None, 2])
