@@ -35,7 +35,7 @@ from graphmod.trace.recorder import Recorder
 
 NOT_REPLAYED = "which a replay would not do"
 KEEP = "keep it in a tensor that is changed in place, or pass it as an argument"
-KEEP_TENSORS = "bind tensors instead, detached, or a new list, dict or dataclass of such"
+KEEP_TENSORS = "bind tensors instead, detached, or a new list, dict or plain object of such"
 DETACH = (
     "bind it detached. Of weight_norm and spectral_norm, torch.nn.utils.parametrizations has some that bind nothing"
 )

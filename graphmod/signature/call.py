@@ -7,14 +7,14 @@ gradients outside (rule R8). A replay does none of that, so a call that does is 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from graphmod.signature.flattening import flatten
+from graphmod.signature.flattening import OBJECTS, flatten
 from graphmod.signature.signature import PLAIN_TENSORS, argument_names, attributes_of, parameter_names
 from graphmod.trace.operations import is_leaf, is_stale
 
@@ -22,8 +22,11 @@ from graphmod.trace.operations import is_leaf, is_stale
 class Flat:
     """A value that was taken apart.
 
+    Args:
+        bound: values that go with it, of which objects are taken apart too.
+
     Attributes:
-        value: the value.
+        value: the value, or a tuple of it and of those.
         leaves: the tensors in it, each once, in order.
         structure: all else of it, hashable and comparable.
         seen: the identities of its tensors and of the containers in it; see `flatten`.
@@ -31,11 +34,14 @@ class Flat:
 
     __slots__ = ("leaves", "seen", "structure", "value")
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    def __init__(self, value: Any, bound: Sequence[Any] = ()) -> None:
+        self.value = (value, *bound) if bound else value
         self.leaves: list[Tensor] = []
         self.seen: dict[int, Any] = {}
-        self.structure = flatten(value, self.leaves, self.seen)
+        self.structure: Any = flatten(value, self.leaves, self.seen)
+        if bound:
+            self.seen[OBJECTS] = None
+            self.structure = (tuple, self.structure, *(flatten(one, self.leaves, self.seen) for one in bound))
 
     @property
     def differentiable(self) -> list[Tensor]:

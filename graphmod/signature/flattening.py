@@ -179,6 +179,9 @@ _EQUAL_BUT_NOT_ALIKE = frozenset({float, complex, range})  # 0.0 is not -0.0
 _MOST_BYTES = 65536  # of a numpy array that is compared by its content
 _leaf = functools.cache(Leaf)
 list(map(_leaf, range(64)))  # before two threads could make the same one
+OBJECTS = -1
+"""Put into what `flatten` has seen, has it look into objects of all classes that are written in Python."""
+_IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: of a class that is written in C
 _BASES = (tuple, list, OrderedDict, defaultdict, dict, deque, set, frozenset, types.SimpleNamespace)
 
 
@@ -194,6 +197,14 @@ def _base(kind: type) -> Any:
     if found is tuple and _is_record(kind) and kind.n_fields == kind.n_sequence_fields:
         known.add(kind)
     return found if known.issuperset(built_in) else None
+
+
+@for_each_class
+def _is_of_python(kind: type) -> bool:
+    """Whether all of an object is in attributes that Python code has put there."""
+    plain = kind.__new__ is object.__new__ and kind.__dictoffset__ and not kind.__flags__ & _IMMUTABLE
+    known = all(is_made_by_code(base) or base is object for base in kind.__mro__)
+    return bool(plain and known) and not (issubclass(kind, nn.Module) or hasattr(kind, "__del__"))
 
 
 def _is_record(kind: type) -> bool:
@@ -249,7 +260,7 @@ def flatten(value: Any, leaves: list[Tensor], seen: dict[int, Any]) -> Any:
 
 
 def _note(value: Any, seen: dict[int, Any]) -> None:
-    count = seen[0] = seen.get(0, 0) + 1  # nothing has the identity 0
+    count = seen[0] = seen.get(0, 0) + 1  # nothing has the identity 0, or -1
     seen[id(value)] = (Again(count - 1), value)
 
 
@@ -259,6 +270,8 @@ def _number(kind: type, value: Any) -> tuple:
 
 def _object(value: Any, kind: type, leaves: list[Tensor], seen: dict[int, Any]) -> Any:
     base = None if isinstance(value, type) else _base(kind)
+    if base is None and OBJECTS in seen and _is_of_python(kind):
+        base = object
     if base is None:
         return _no_container(value)
     parts: list[tuple[str, Any, Any]] = []
@@ -363,7 +376,8 @@ def rebuild(structure: Any, leaves: list, made: list | None = None) -> Any:
 
 
 def _build(structure: tuple, leaves: list, made: list) -> Any:
-    kind, base = structure[0], _base(structure[0])
+    kind = structure[0]
+    base: Any = _base(kind) or object
     keyed = len(structure) > 1 and structure[1].__class__ is Keys
     keys = structure[1] if keyed else [("[", index, int) for index in range(len(structure) - 1)]
     items = structure[2:] if keyed else structure[1:]

@@ -105,9 +105,7 @@ class StepGraph:
         def run() -> Flat:
             with saving:
                 value = inside()
-                if guards.bound:
-                    value = (value, *(there for _, _, there in guards.bound_now()))
-                result = resolved(value)
+                result = resolved(value, [there for _, _, there in guards.bound_now()])
             if parts is not None:
                 parts.result = result
             return result

@@ -6,7 +6,7 @@ into one is seen in the other, and so it must be after a replay.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -136,12 +136,12 @@ def bind(notes: Notes, result: Flat, backward: bool) -> tuple[list[Note], Flat]:
         return [], result
     returned = set(map(id, result.leaves))
     places = [note for note in bound_anew(notes) if _can_be_bound(note.now(), notes, returned, backward)]
-    return places, Flat((result.value, *(note.now() for note in places))) if places else result
+    return places, Flat(result.value, [note.now() for note in places]) if places else result
 
 
 def _can_be_bound(value: Any, notes: Notes, returned: set[int], backward: bool) -> bool:
     """Whether a value can be made again, its containers are the call's own, and no backward of it may come."""
-    flat = Flat(value)
+    flat = Flat(None, [value])
     containers = [part[1] for part in flat.seen.values() if part.__class__ is tuple]
     made = [tensor for tensor in flat.leaves if id(tensor) in notes.ages.made]
     histories = [tensor for tensor in flat.leaves if tensor.requires_grad and not tensor.is_leaf]
@@ -340,12 +340,14 @@ class Results:
         return result
 
 
-def resolved(result: Any) -> Flat:
-    """The result with lazy conjugates, negations and zeros carried out, for which no plain memory stands."""
-    flat = Flat(result)
+def resolved(result: Any, bound: Sequence[Any] = ()) -> Flat:
+    """The result, and what the call bound anew, with lazy conjugates, negations and zeros carried out, for which no
+    plain memory stands."""
+    flat = Flat(result, bound)
     if not any(t.is_conj() or t.is_neg() or t._is_zerotensor() for t in flat.leaves if t.layout is torch.strided):
         return flat
-    return Flat(rebuild(flat.structure, [_in_memory(tensor) for tensor in flat.leaves]))
+    made = rebuild(flat.structure, [_in_memory(tensor) for tensor in flat.leaves])
+    return Flat(made[0], made[1:]) if bound else Flat(made)
 
 
 def _in_memory(tensor: Tensor) -> Tensor:

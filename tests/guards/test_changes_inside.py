@@ -141,6 +141,13 @@ CHANGES = {
         "S = Holder(); L = [full(1.0)]", "S.t = [L, h.mean(0)]", "(S.t[0] is L, S.t[1].tolist())"
     ),
     "bound to an object of C": ("S = Holder()", "S.t = partial(scale, by=h.mean(0))", "S.t(1.0).tolist()"),
+    "bound to a module": ("S = Holder()", "S.t = nn.Module(); S.t.u = h * 2", "S.t.u.tolist()"),
+    "bound to an object that minds its end": (
+        "S = Holder()\nclass Ends:\n    def __del__(self): pass", "S.t = Ends(); S.t.t = h * 2", "S.t.t.tolist()"
+    ),
+    "bound to an object from outside": (
+        "S = Holder(); S.u = Holder(); S.u.v = full(1.0)", "S.t = [S.u, h * 2]", "S.t[0] is S.u, S.t[1].tolist()"
+    ),
     "bound to a tensor whose backward may come": (
         "S = Holder(); M = linear()", "S.t = M(h.detach()).sum()", "torch.autograd.grad(S.t, M.weight)[0].tolist()"
     ),
@@ -184,6 +191,13 @@ BOUND = {
     "an item of a list": ("L = [1, 2]", "L[0] = h.mean(0); L[-1] = h.sum(0)", "[t.tolist() for t in L]"),
     "a dict": ("S = Holder()", "S.t = {'a': h * 2, 'b': [h, 3.0]}", "S.t['a'].tolist(), S.t['b'][0].tolist()"),
     "a dataclass": ("S = Holder()", "S.t = Settings(h * 2, (h, 'a'))", "S.t.scale.tolist(), S.t.inner[1]"),
+    "an object": (
+        "S = Holder()", "S.t = torch.distributions.Normal(h, full(2.0, 3, 4)); h = S.t.log_prob(h)",
+        "type(S.t), S.t.loc.tolist(), S.t.icdf(full(0.3)).tolist()",
+    ),
+    "an object of objects": (
+        "S = Holder()", "S.t = Holder(); S.t.me, S.t.u = S.t, [Lazy(h * 2)]", "S.t.me is S.t, S.t.u[0].scale.tolist()"
+    ),
     "the result": ("S = Holder()", "h = h * 2; S.t = h", "S.t.tolist()"),
     "a part of the result": ("S = Holder()", "h = h * 2; S.t = h[0]", "S.t.tolist()"),
     "the argument": ("S = Holder()", "S.t = x", "S.t.tolist()"),
