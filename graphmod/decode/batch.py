@@ -17,10 +17,10 @@ from graphmod.attention import attention
 from graphmod.decode.cache import PagedCache
 from graphmod.decode.offload import Reader
 from graphmod.decode.prefill import Limits, PackedPrefill, PaddedPrefill
-from graphmod.decode.sampling import TOP
-from graphmod.decode.scheduler import Planned, Scheduler, Sequence, kind_of
-from graphmod.decode.step import BAD, FULL, NOTHING, STOPPED, BatchState, BucketGraphs, take_token
-from graphmod.decode.types import Run
+from graphmod.decode.sampling import TOP, kind_of_rows
+from graphmod.decode.scheduler import Planned, Scheduler, Sequence
+from graphmod.decode.step import BAD, FULL, NONE_LEFT, NOTHING, STOPPED, BatchState, BucketGraphs, take_token
+from graphmod.decode.types import NO_TOKEN_LEFT, Run
 
 _NO_NUMBERS = (
     "the model's logits hold NaN or infinity, so no token can be chosen; look at its weights (a diverged training run, "
@@ -160,9 +160,9 @@ class ContinuousBatch:
             return
         first = scheduler.join(joining)
         self._state.set_rows(first, [sequence.row_values() for sequence in joining])
-        kind = kind_of(joining)
-        take_token(logits, self._state.part(first, len(joining), kind >= TOP), kind)
-        self._sent(joining, slice(first, first + len(joining)), None, 1, kind >= TOP)
+        kind = kind_of_rows({one.kind for one in joining})
+        take_token(logits, self._state.part(first, len(joining), kind), kind, self._graphs.chains_of(kind))
+        self._sent(joining, slice(first, first + len(joining)), None, 1, bool(kind & TOP))
 
     def _prefilled(self, planned: list[Planned]) -> tuple[Tensor, list[Planned]]:
         """The logits after those parts that are the last of their prompts, and the parts in the order of these."""
@@ -189,14 +189,14 @@ class ContinuousBatch:
         for sequence in running:
             sequence.launched += min(steps, sequence.steps_left)
         if steps:
-            kind = kind_of(running)
+            kind = kind_of_rows({one.kind for one in running})
             context = max(s.tokens_launched for s in running)
             self._memory.expect(
                 [Reader(s.blocks, b + 1, s.tokens_launched) for s, b in zip(running, before, strict=True)]
             )
             with attention(self._model, self._attention):
                 bucket = self._graphs.launch(len(running), context, kind, steps)
-            self._sent(list(running), slice(0, len(running)), bucket, steps, kind >= TOP)
+            self._sent(list(running), slice(0, len(running)), bucket, steps, bool(kind & TOP))
         # Whose last step this was is known now; the row need not wait until its tokens are read.
         for sequence in [s for s in running if not s.steps_left]:
             self._vacate(sequence)
@@ -268,8 +268,8 @@ class ContinuousBatch:
     def _take_one(self, sequence: Sequence, token: int, logprob: float, status: int) -> None:
         """Books a token of a sequence and whether it was the last."""
         done = sequence.completion
-        if status == BAD:
-            done.finish_reason, done.error = "error", _NO_NUMBERS
+        if status in (BAD, NONE_LEFT):
+            done.finish_reason, done.error = "error", _NO_NUMBERS if status == BAD else NO_TOKEN_LEFT
         else:
             done.tokens.append(token)
             done.logprobs.append(logprob)

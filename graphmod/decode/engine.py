@@ -10,10 +10,11 @@ import gc
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from graphmod.attention import attention, decoding
@@ -26,7 +27,7 @@ from graphmod.decode.model import look_at, require_causal_lm
 from graphmod.decode.offload import unavailable as unavailable_fetch
 from graphmod.decode.prefill import Limits, PackedPrefill, PaddedPrefill, unavailable
 from graphmod.decode.requests import RequestReader
-from graphmod.decode.sampling import GREEDY
+from graphmod.decode.sampling import CHOICE, GREEDY
 from graphmod.decode.scheduler import Scheduler
 from graphmod.decode.step import BatchState, BucketGraphs, DecodeStep, context_sizes
 from graphmod.decode.streams import EngineLoop, Handle, TokenStream
@@ -80,7 +81,8 @@ class DecodeEngine:
         model: a transformers causal LM whose layers keep keys and values, on one device. It is called on a few tokens,
             to see how it attends, and its logits are compared with those of its own forward.
         config: settings; None means the defaults.
-        codec: turns text into tokens and back, for prompts and stops that are text.
+        codec: turns text into tokens and back, for prompts, stops and bad words that are text.
+        logits_processors: functions for all requests, before their own: see `Sampling`.
         settings: single fields of `EngineConfig`, such as `max_batch_size=8`.
 
     Raises:
@@ -89,7 +91,13 @@ class DecodeEngine:
     """
 
     def __init__(
-        self, model: PreTrainedModel, config: EngineConfig | None = None, *, codec: Codec | None = None, **settings: Any
+        self,
+        model: PreTrainedModel,
+        config: EngineConfig | None = None,
+        *,
+        codec: Codec | None = None,
+        logits_processors: Iterable[Callable[[Tensor, Tensor], Tensor]] = (),
+        **settings: Any,
     ) -> None:
         require_causal_lm(model)
         config = dataclasses.replace(config or EngineConfig(), **settings)
@@ -109,7 +117,7 @@ class DecodeEngine:
         # A launch that waits its turn reads memory of the host over and over, and takes 5 % of the bus from copies.
         steps = config.steps_per_sync if memory.ring is None else 1
         # Results of two chunks of steps wait to be read at most, and first tokens.
-        self.state = state = BatchState(rows, table, 2 * steps + 1, model.device, text.vocab_size)
+        self.state = state = BatchState(rows, table, 2 * steps + 1, model.device, text.vocab_size, max_seq_len)
         self.scheduler = scheduler = Scheduler(BlockAllocator(blocks, size, memory.first_block), rows)
         step = DecodeStep(model, memory, own=chosen.name is None)
         contexts = context_sizes(size, table * size, chosen.stops_at_context)
@@ -128,7 +136,9 @@ class DecodeEngine:
         )
         computed = packed.uncounted if packed else padded
         decoding(modules, compare_made_up, model, memory, state, computed, tokens, chosen)
-        self.requests = requests = RequestReader(model, max_seq_len, codec, config.generation_config)
+        self.requests = requests = RequestReader(
+            model, max_seq_len, codec, config.generation_config, list(logits_processors), graphs.chains
+        )
         first = FirstTokens(model, tokens, f"decode steps with {chosen.name or 'own attention'}")
         if graphs.compiler is not None:
             graphs.compiler.taken_over = first.await_again
@@ -320,7 +330,8 @@ class DecodeEngine:
             sizes: batch sizes among the buckets; None means all.
             max_context: capture for contexts up to this length; None means `max_seq_len`. Of no importance where
                 attention stops at the context by itself.
-            kinds: of sampling: `GREEDY`, `PLAIN`, `FILTERED` of `graphmod.decode.sampling`.
+            kinds: of sampling: `GREEDY`, `PLAIN`, `FILTERED` of `graphmod.decode.sampling`, or one of them `| ADJUSTED`
+                for requests with penalties, a bias, or tokens that are ruled out.
             prefill: also the graphs of prefill.
             progress: show a bar with the free memory, on a terminal.
         """
@@ -331,6 +342,9 @@ class DecodeEngine:
                 raise ConfigError(f"sizes={unknown} are no batch sizes with a graph; choose among {self.graphs.sizes}")
             most = self.graphs.visited(min(max_context or self.max_seq_len, self.max_seq_len))
             contexts = [c for c in self.graphs.contexts if c is None or most is None or c <= most]
+            # What the engine's logits processors or the model's generation config do to all requests.
+            (usual,) = self.requests.read([[0]], 1, Sampling(temperature=1.0, seed=0), {})
+            kinds = tuple({kind | usual.kind & ~CHOICE for kind in kinds})
 
             def capture() -> None:
                 with attention(self.model, self.attention.name):

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from graphmod.decode.sampling import LONGEST_WORD, MOST_CHAINS, MOST_WORDS, Adjustment, is_adjusted
 from graphmod.decode.scheduler import Sequence
-from graphmod.decode.step import MOST_STOPS
+from graphmod.decode.step import MOST_STOPS, Chain
 from graphmod.decode.types import Completion, GenerationConfigName, RequestError, Sampling, prompt_seed
 from graphmod.errors import ConfigError, UnknownSetting
 from graphmod.text import Codec, StopTexts
@@ -27,9 +28,8 @@ log = logging.getLogger("graphmod")
 
 # Settings that are not supported -> the values of them that change nothing, besides None. Those of drawing change no
 # greedy token, all others do.
-_OF_DRAWING = {"min_p": [0], "typical_p": [1], "top_h": [1], "epsilon_cutoff": [0], "eta_cutoff": [0]}
+_OF_DRAWING = {"typical_p": [1], "top_h": [1], "epsilon_cutoff": [0], "eta_cutoff": [0]}
 _OF_CHOOSING = {
-    "repetition_penalty": [1],
     "encoder_repetition_penalty": [1],
     "no_repeat_ngram_size": [0],
     "encoder_no_repeat_ngram_size": [0],
@@ -66,7 +66,7 @@ class Defaults:
     Attributes:
         temperature: that tokens are drawn with, where they are drawn.
         greedy: whether they are not, unless a request says so.
-        top_k, top_p: see `Sampling`.
+        top_k, top_p, min_p, repetition_penalty: see `Sampling`.
         unsupported: what would change the most likely token: name -> value.
     """
 
@@ -74,6 +74,8 @@ class Defaults:
     greedy: bool = True
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     unsupported: dict[str, Any] = field(default_factory=dict)
 
     def fill(self, asked: Sampling) -> Sampling:
@@ -82,7 +84,8 @@ class Defaults:
         Raises:
             RequestError: it is greedy, and would get other tokens than from transformers' `generate`.
         """
-        given = {name: getattr(self, name) for name in ("top_k", "top_p") if getattr(asked, name) is None}
+        names = ("top_k", "top_p", "min_p", "repetition_penalty")
+        given = {name: getattr(self, name) for name in names if getattr(asked, name) is None}
         if asked.temperature is None:
             given["temperature"] = 0.0 if self.greedy else self.temperature
         found = replace(asked, **given) if given else asked
@@ -108,8 +111,9 @@ def defaults_of(model: PreTrainedModel, source: GenerationConfigName) -> Default
         found = {name: getattr(config, name, None) for name in known}
         return {name: one for name, one in found.items() if one is not None and one not in known[name]}
 
-    names = ("temperature", "top_k", "top_p")
-    drawn = {name: value for name in names if (value := getattr(config, name, None)) is not None}
+    nothing = {"temperature": None, "top_k": None, "top_p": None, "min_p": 0, "repetition_penalty": 1}
+    found = {name: getattr(config, name, None) for name in nothing}
+    drawn: dict[str, Any] = {name: one for name, one in found.items() if one not in (None, nothing[name])}
     if drawn.get("top_k", 0) < 0:
         drawn["top_k"] = 0
     try:
@@ -167,6 +171,8 @@ class RequestReader:
         max_seq_len: of the engine.
         codec: for prompts and stops that are text; None takes token ids only.
         source: of the defaults of requests that do not say how to choose tokens.
+        processors: logits processors of all requests, before their own.
+        chains: number -> logits processors; each different one that a request has is added.
 
     Attributes:
         vocabulary: number of tokens.
@@ -175,8 +181,16 @@ class RequestReader:
     """
 
     def __init__(
-        self, model: PreTrainedModel, max_seq_len: int, codec: Codec | None, source: GenerationConfigName
+        self,
+        model: PreTrainedModel,
+        max_seq_len: int,
+        codec: Codec | None,
+        source: GenerationConfigName,
+        processors: list[Any],
+        chains: dict[int, Chain],
     ) -> None:
+        Sampling(logits_processors=processors).check()
+        self._processors, self._chains = processors, chains
         text = model.config.get_text_config()
         full = max_seq_len == getattr(text, "max_position_embeddings", None)
         self._way_out = ", since the model has no more positions" if full else ", or raise max_seq_len"
@@ -232,24 +246,20 @@ class RequestReader:
         texts: list[str] = []
         for stop in sampling.stop:
             if isinstance(stop, str) and stop:
-                if self.codec is None:
-                    raise RequestError(
-                        f"stop {stop!r} is text and the engine has no codec; give token ids, or {_CODEC}"
-                    )
-                number = getattr(self.codec, "special", {}).get(stop, self.vocabulary)
+                number = getattr(self._codec_for("stop", stop), "special", {}).get(stop, self.vocabulary)
                 if number >= self.vocabulary:
                     texts.append(stop)
                     continue
                 stop = number  # found on the device, as a text it would be looked for on the host
-            parts = [*stop] if isinstance(stop, SequenceOf) else [stop]
-            if not parts or not all(map(self._is_token, parts)):
-                raise RequestError(
-                    f"unknown stop {stop!r}: expected a token id below {self.vocabulary}, a list of them, or a text"
-                )
+            parts = self._ids("stop", stop)
             if len(parts) == 1:
-                ids.append(int(parts[0]))
+                ids += parts
             else:
-                sequences.append([*map(int, parts)])
+                sequences.append(parts)
+        if sampling.min_tokens and (sequences or texts):
+            raise RequestError(
+                f"min_tokens goes with stops of one token alone, got {[*texts, *sequences][0]!r}; leave one of them out"
+            )
         ids = list(dict.fromkeys(ids))
         if len(ids) > MOST_STOPS:
             raise RequestError(
@@ -257,6 +267,70 @@ class RequestReader:
                 "ignore_eos=True"
             )
         return ids, sequences, texts
+
+    def _codec_for(self, name: str, text: str) -> Codec:
+        if self.codec is None:
+            raise RequestError(f"{name} {text!r} is text and the engine has no codec; give token ids, or {_CODEC}")
+        return self.codec
+
+    def _ids(self, name: str, given: Any) -> list[int]:
+        parts = [*given] if isinstance(given, SequenceOf) else [given]
+        if not parts or not all(map(self._is_token, parts)):
+            raise RequestError(
+                f"unknown {name} {given!r}: expected a token id below {self.vocabulary}, a list of them, or a text"
+            )
+        return [*map(int, parts)]
+
+    def adjustment(self, sampling: Sampling) -> Adjustment | None:
+        """What changes the logits of a request; None if nothing does.
+
+        Raises:
+            RequestError: a token that the model does not have, or more than there is room for.
+        """
+        if not is_adjusted(sampling):
+            return None
+        allowed, bias = sampling.allowed_token_ids, sampling.logit_bias
+        for name, ids in (("logit_bias", bias), ("allowed_token_ids", allowed or ())):
+            wrong = next((token for token in ids if not self._is_token(token)), None)
+            if wrong is not None:
+                raise RequestError(f"{name} must have token ids below {self.vocabulary}, got {wrong!r}")
+        bad = self._bad_words(sampling)
+        biased = bias if allowed is None else {token: bias.get(token, 0.0) for token in allowed}
+        out = {word[0]: float("-inf") for word in bad if len(word) == 1}
+        words = [word for word in bad if len(word) > 1]
+        if len(words) > MOST_WORDS or max(map(len, words), default=0) > LONGEST_WORD:
+            raise RequestError(
+                f"bad_words must be at most {MOST_WORDS} sequences of several tokens, each of up to {LONGEST_WORD}, "
+                f"got {len(words)}, the longest of {max(map(len, words))}"
+            )
+        base = 0.0 if allowed is None else float("-inf")
+        return Adjustment(base, {**biased, **out}, words, self._chain(sampling))
+
+    def _bad_words(self, sampling: Sampling) -> list[list[int]]:
+        """The sequences of ids that must not come; of a text, with and without a space before it."""
+        found: list[list[int]] = []
+        for word in sampling.bad_words:
+            if isinstance(word, str) and word.strip():
+                codec = self._codec_for("bad_words", word)
+                encode = getattr(codec, "encode_as_is", codec.encode)
+                found += [encode(before + word.lstrip()) for before in ("", " ")]
+            else:
+                found.append(self._ids("bad_words", word))
+        return [*map(list, dict.fromkeys(map(tuple, found)))]
+
+    def _chain(self, sampling: Sampling) -> int:
+        chain, chains = tuple(sampling.logits_processors), self._chains
+        if not chain:
+            return 0
+        number = next((number for number, known in [*chains.items()] if known == chain), len(chains) + 1)
+        if number > len(chains):
+            if number > MOST_CHAINS:
+                raise RequestError(
+                    f"logits_processors of {MOST_CHAINS} kinds were used with this engine, and each has graphs of its "
+                    "own; make the functions once and use them again, or make another engine"
+                )
+            chains[number] = chain
+        return number
 
     def read(self, prompts: Any, n: int, sampling: Any, settings: dict) -> list[Sequence]:
         """The n samples of each prompt; on the arguments see `DecodeEngine.generate`. Raises RequestError."""
@@ -282,6 +356,8 @@ class RequestReader:
         for one in each:
             one.check()
         each = [self.defaults.fill(one) for one in each]
+        if self._processors:
+            each = [replace(one, logits_processors=[*self._processors, *one.logits_processors]) for one in each]
         each = _seeded(each, shared=not isinstance(sampling, list) or "seed" in settings)
         asked = enumerate(zip(prompts, each, strict=True))
         return [one for number, (prompt, own) in asked for one in self._sequences(number, prompt, n, own)]
@@ -292,6 +368,7 @@ class RequestReader:
         tokens = self.tokens(prompt, number)
         ids, sequences, texts = self.stops(sampling)
         limit = min(len(tokens) + sampling.max_new_tokens, self.max_seq_len)
+        adjustment = self.adjustment(sampling)
         return [
             Sequence(
                 Completion(number, sample, tokens),
@@ -300,6 +377,7 @@ class RequestReader:
                 ids,
                 sequences,
                 StopTexts(self.codec, texts, tokens) if self.codec is not None and texts else None,
+                adjustment,
             )
             for sample in range(n)
         ]

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from graphmod.decode.blocks import BlockAllocator
 from graphmod.decode.prefill import Limits, Piece, Scores
-from graphmod.decode.sampling import TOP, kind_of_row
+from graphmod.decode.sampling import ADJUSTED, Adjustment, kind_of_row
 from graphmod.decode.step import RowValues
 from graphmod.decode.types import Completion, Sampling, sample_seed
 from graphmod.text import StopTexts
-
-
-def kind_of(sequences: list[Sequence]) -> int:
-    """What a batch of these needs: see `sampling`."""
-    return max(one.kind for one in sequences) + TOP * any(one.sampling.top_logprobs for one in sequences)
 
 
 @dataclass(eq=False)
@@ -33,6 +29,7 @@ class Sequence:
         limit: length at which it ends, prompt included.
         stop_ids: tokens that end it, looked at on the device.
         stop_sequences, stop_texts: what else ends it, looked at on the host.
+        adjustment: what changes its logits; None if nothing does.
         handle: of the request it is part of (`streams.Handle`).
         blocks: its KV memory, once its prompt has been begun.
         epoch: of what is known of blocks, at that time.
@@ -48,6 +45,7 @@ class Sequence:
     stop_ids: list[int]
     stop_sequences: list[list[int]] = field(default_factory=list)
     stop_texts: StopTexts | None = None
+    adjustment: Adjustment | None = None
     handle: Any = None
     blocks: list[int] = field(default_factory=list)
     epoch: int = 0
@@ -74,9 +72,10 @@ class Sequence:
         """Decode steps that may still be launched; the first token needs none."""
         return max(0, self.limit - len(self.prompt) - 1 - self.launched)
 
-    @property
+    @cached_property
     def kind(self) -> int:
-        return kind_of_row(self.sampling)
+        """What its row needs: see `sampling`."""
+        return kind_of_row(self.sampling) | (ADJUSTED << self.adjustment.chain if self.adjustment else 0)
 
     def book_scores(self) -> None:
         """Gives the completion those of its prompt, once the host has them."""
@@ -109,11 +108,18 @@ class Sequence:
 
     def row_values(self) -> RowValues:
         """What its row holds when it joins: the last token of its prompt, as if a decode step were to be given it."""
+        prompt, asked, count = self.prompt, self.sampling, len(self.prompt)
+        chain = self.adjustment.chain if self.adjustment else 0
+        numbers = [self.limit, self.seed, asked.top_k or 0, count, count + asked.min_tokens, chain]
+        drawn = [asked.temperature or 0.0, asked.top_p or 1.0, asked.min_p or 0.0]
+        penalties = [asked.repetition_penalty or 1.0, asked.presence_penalty, asked.frequency_penalty]
         return RowValues(
-            [self.prompt[-1], len(self.prompt) - 1, 1, self.limit, self.seed, self.sampling.top_k or 0],
-            [self.sampling.temperature or 0.0, self.sampling.top_p or 1.0],
+            [prompt[-1], count - 1, 1, *numbers],
+            [*drawn, *penalties],
             self.blocks,
             self.stop_ids,
+            prompt,
+            self.adjustment,
         )
 
 

@@ -8,7 +8,7 @@ these tensors a step reads and writes those of `cache` and the model's weights o
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +19,19 @@ from transformers import PreTrainedModel
 from graphmod.config import CompileMode, CUDAGraphConfig, Verify
 from graphmod.decode.cache import NULL_BLOCK, CacheView, GatheredView, PagedCache, slot_mapping
 from graphmod.decode.model import positions, step_arguments
-from graphmod.decode.sampling import TOP, Top, sample
-from graphmod.decode.types import MOST_TOP, BucketStats, EngineConfig
+from graphmod.decode.sampling import (
+    ADJUSTED,
+    LONGEST_WORD,
+    MOST_WORDS,
+    TOP,
+    Adjustment,
+    Adjustments,
+    Top,
+    penalized,
+    ruled_out,
+    sample,
+)
+from graphmod.decode.types import MOST_TOP, BucketStats, DecodeError, EngineConfig
 from graphmod.fuse.compiler import StepCompiler
 from graphmod.wrap.extension import Group, mark_static
 from graphmod.wrap.module import CUDAGraphModule
@@ -30,13 +41,15 @@ log = logging.getLogger("graphmod")
 
 # -- the rows of a batch, and one step for them ------------------------------------------------------------------------
 
-TOKEN, POSITION, ACTIVE, LIMIT, SEED, TOP_K = range(6)
+TOKEN, POSITION, ACTIVE, LIMIT, SEED, TOP_K, FIRST, EARLIEST, CHAIN = range(9)
 """Columns of `integers`: the token to be fed, its position, whether the row decodes (1) or is padding or done (0), the
-length at which the sequence ends, the seed, top-k."""
-TEMPERATURE, TOP_P = range(2)
+length at which the sequence ends, the seed, top-k, where the completion begins, where a stop may first stand, the chain
+of logits processors (0 is none)."""
+TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY = range(6)
 """Columns of `floats`."""
-RUNNING, STOPPED, FULL, BAD = range(4)
-"""What a step says of a row: goes on, met a stop, reached its length, had logits that are no numbers."""
+RUNNING, STOPPED, FULL, BAD, NONE_LEFT = range(5)
+"""What a step says of a row: goes on, met a stop, reached its length, had logits that are no numbers, has no token left
+to choose."""
 NOTHING = -1
 """Stands for a token where a row was not active."""
 MOST_STOPS = 8
@@ -46,14 +59,15 @@ class Rows(NamedTuple):
     """The state of the first rows of a batch, slices of one set of maximum size. This is what a graph is given.
 
     Attributes:
-        integers: (B, 6) int64, columns above.
-        floats: (B, 2) float32.
+        integers: (B, 9) int64, columns above.
+        floats: (B, 6) float32.
         block_table: (B, blocks of a sequence) int64.
         stops: (B, MOST_STOPS) int64, tokens that end the row; -1 where unused.
         results: (steps kept, 2, B) int64: token, or NOTHING, and status.
         logprobs: (steps kept, B) float32.
         cursor: (1,) int64, the step of `results` that is written next.
         top: (steps kept, B, MOST_TOP) each, for a batch of which somebody asks for the most likely tokens; else None.
+        adjustments: for a batch of which some row's logits are changed; else None.
     """
 
     integers: Tensor
@@ -64,6 +78,7 @@ class Rows(NamedTuple):
     logprobs: Tensor
     cursor: Tensor
     top: Top | None = None
+    adjustments: Adjustments | None = None
 
 
 class RowValues(NamedTuple):
@@ -73,6 +88,8 @@ class RowValues(NamedTuple):
     floats: list[float]
     blocks: list[int]
     stops: list[int]
+    prompt: list[int]
+    adjustment: Adjustment | None = None
 
 
 class BatchState:
@@ -83,15 +100,16 @@ class BatchState:
         blocks: the most blocks of a sequence.
         steps: decode steps whose results are kept until the host has read them.
         vocabulary: number of tokens.
+        length: of the longest sequence.
     """
 
-    def __init__(self, rows: int, blocks: int, steps: int, device: torch.device, vocabulary: int) -> None:
+    def __init__(self, rows: int, blocks: int, steps: int, device: torch.device, vocabulary: int, length: int) -> None:
         self.device, self.steps, self.blocks = device, steps, blocks
-        self._most_top = min(MOST_TOP, vocabulary)
+        self._vocabulary, self._length = vocabulary, length
         self.pin = device.type == "cuda"
         self.whole = Rows(
-            integers=torch.zeros(rows, 6, dtype=torch.int64, device=device),
-            floats=torch.zeros(rows, 2, dtype=torch.float32, device=device),
+            integers=torch.zeros(rows, 9, dtype=torch.int64, device=device),
+            floats=torch.zeros(rows, 6, dtype=torch.float32, device=device),
             block_table=torch.full((rows, blocks), NULL_BLOCK, dtype=torch.int64, device=device),
             stops=torch.full((rows, MOST_STOPS), -1, dtype=torch.int64, device=device),
             results=torch.full((steps, 2, rows), NOTHING, dtype=torch.int64, device=device),
@@ -101,20 +119,22 @@ class BatchState:
         self._host_results = torch.empty((steps, 2, rows), dtype=torch.int64, pin_memory=self.pin)
         self._host_logprobs = torch.empty((steps, rows), dtype=torch.float32, pin_memory=self.pin)
         self._top: tuple[Top, Top] | None = None  # on the device and on the host, from when somebody asks for it
-        self._slices: dict[tuple[int, bool], Rows] = {}
+        self._adjustments: Adjustments | None = None  # from when somebody needs them
+        self._slices: dict[tuple[int, int], Rows] = {}
 
-    def rows(self, count: int, top: bool = False) -> Rows:
-        """The state of the first `count` rows, for the most likely tokens too if `top`; the same tensors each time."""
-        if (count, top) not in self._slices:
-            part = self.part(0, count, top)._replace(cursor=self.whole.cursor[:])
-            for tensor in (*part[:-1], *(part.top or ())):
+    def rows(self, count: int, kind: int = 0) -> Rows:
+        """The state of the first `count` rows, with what a kind of sampling needs; the same tensors each time."""
+        key = count, kind & (TOP | ADJUSTED)
+        if key not in self._slices:
+            part = self.part(0, count, kind)._replace(cursor=self.whole.cursor[:])
+            for tensor in (*part[:7], *(part.top or ()), *(part.adjustments or ())):
                 mark_static(tensor)
-            self._slices[count, top] = part
-        return self._slices[count, top]
+            self._slices[key] = part
+        return self._slices[key]
 
     def _tops(self) -> tuple[Top, Top]:
         if self._top is None:
-            size = (self.steps, len(self.whole.integers), self._most_top)
+            size = (self.steps, len(self.whole.integers), min(MOST_TOP, self._vocabulary))
             kinds = (torch.int64, torch.float32)
             self._top = (
                 Top(*(torch.zeros(size, dtype=kind, device=self.device) for kind in kinds)),
@@ -122,7 +142,17 @@ class BatchState:
             )
         return self._top
 
-    def part(self, first: int, count: int, top: bool = False) -> Rows:
+    def _adjusting(self) -> Adjustments:
+        if self._adjustments is None:
+            rows, device = len(self.whole.integers), self.device
+            self._adjustments = Adjustments(
+                torch.full((rows, self._length), NOTHING, dtype=torch.int64, device=device),
+                torch.zeros((rows, self._vocabulary), dtype=torch.float32, device=device),
+                torch.full((rows, MOST_WORDS, LONGEST_WORD), NOTHING, dtype=torch.int32, device=device),
+            )
+        return self._adjustments
+
+    def part(self, first: int, count: int, kind: int = 0) -> Rows:
         """The state of `count` rows from `first` on, for what no graph reads."""
         whole, part = self.whole, slice(first, first + count)
         return Rows(
@@ -133,7 +163,8 @@ class BatchState:
             whole.results[:, :, part],
             whole.logprobs[:, part],
             whole.cursor,
-            Top(*(one[:, part] for one in self._tops()[0])) if top else None,
+            Top(*(one[:, part] for one in self._tops()[0])) if kind & TOP else None,
+            Adjustments(*(one[part] for one in self._adjusting())) if kind & ADJUSTED else None,
         )
 
     def to_device(self, values: list, dtype: torch.dtype) -> Tensor:
@@ -150,10 +181,32 @@ class BatchState:
         self.whole.floats[part].copy_(self.to_device([v.floats for v in values], torch.float32))
         self.whole.block_table[part].copy_(self.to_device(tables, torch.int64))
         self.whole.stops[part].copy_(self.to_device(stops, torch.int64))
+        if self._adjustments is not None or any(v.adjustment for v in values):
+            self._adjust(part, values)
+
+    def _adjust(self, part: slice, values: list[RowValues]) -> None:
+        """Writes what changes the logits of rows, and clears what changed those of who had these rows before."""
+        tokens, bias, words = (one[part] for one in self._adjusting())
+        tokens.fill_(NOTHING)
+        bias.zero_()
+        words.fill_(NOTHING)
+        for row, one in enumerate(values):
+            if one.adjustment is None:
+                continue
+            tokens[row, : len(one.prompt)].copy_(self.to_device(one.prompt, torch.int64))
+            base, biased, bad, _ = one.adjustment
+            if base:
+                bias[row].fill_(base)
+            if biased:
+                ids = self.to_device([*biased], torch.int64)
+                bias[row].index_copy_(0, ids, self.to_device([*biased.values()], torch.float32))
+            if bad:
+                filled = [[NOTHING] * (LONGEST_WORD - len(word)) + word for word in bad]
+                words[row, : len(bad)].copy_(self.to_device(filled, torch.int32))
 
     def move_row(self, source: int, target: int) -> None:
         """Copies a row to another place, as it is on the device at that point of the stream."""
-        for tensor in (self.whole.integers, self.whole.floats, self.whole.block_table, self.whole.stops):
+        for tensor in (*self.whole[:4], *(self._adjustments or ())):
             tensor[target].copy_(tensor[source])
 
     def clear_row(self, row: int) -> None:
@@ -224,7 +277,44 @@ def next_logits(model: PreTrainedModel, memory: PagedCache, rows: Rows, visited:
     return model(**given).logits[:, -1]
 
 
-def take_token(logits: Tensor, rows: Rows, kind: int) -> None:
+Chain = tuple[Callable[[Tensor, Tensor], Tensor], ...]
+"""Logits processors, one after the other."""
+
+
+def adjusted_logits(logits: Tensor, rows: Rows, chains: tuple[tuple[int, Chain], ...]) -> Tensor | None:
+    """What to choose by in the place of the model's logits: bias, penalties, what is ruled out, logits processors, in
+    this order; None for the logits themselves.
+
+    Args:
+        chains: with the numbers that rows know them by.
+
+    Raises:
+        DecodeError: a logits processor returns something else than logits.
+    """
+    if rows.adjustments is None:
+        return None
+    (tokens, bias, words), integers, floats = rows.adjustments, rows.integers, rows.floats
+    following = integers[:, POSITION] + 1
+    penalties = floats[:, REPETITION], floats[:, PRESENCE], floats[:, FREQUENCY]
+    found = penalized(logits.float() + bias, tokens, integers[:, FIRST], *penalties)
+    early = following < integers[:, EARLIEST]
+    out = ruled_out(tokens, words, following, rows.stops, early, found.shape[1])
+    found = found.masked_fill(out, float("-inf"))
+    for number, chain in chains:
+        changed = found.clone()  # other rows must not see what is written into it
+        for process in chain:
+            changed = process(tokens, changed)
+            if not isinstance(changed, Tensor) or changed.shape != found.shape:
+                got = tuple(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__
+                raise DecodeError(
+                    f"the logits processor {getattr(process, '__qualname__', type(process).__qualname__)} returned "
+                    f"{got}; it must return the logits it was given, {tuple(found.shape)}, or others of that shape"
+                )
+        found = torch.where((integers[:, CHAIN] == number).unsqueeze(1), changed.to(found), found)
+    return found
+
+
+def take_token(logits: Tensor, rows: Rows, kind: int, chains: tuple[tuple[int, Chain], ...]) -> None:
     """Samples, notes the result for the host, and makes the rows ready for their next step, or ends them."""
     integers = rows.integers
     position, active = integers[:, POSITION], integers[:, ACTIVE] > 0
@@ -234,15 +324,21 @@ def take_token(logits: Tensor, rows: Rows, kind: int) -> None:
         rows.floats[:, TEMPERATURE],
         integers[:, TOP_K],
         rows.floats[:, TOP_P],
+        rows.floats[:, MIN_P],
         integers[:, SEED],
         following,
         kind,
+        adjusted_logits(logits, rows, chains),
     )
     stopped = (choice.tokens.unsqueeze(1) == rows.stops).any(dim=1)
     status = torch.where(following + 1 >= integers[:, LIMIT], FULL, RUNNING)
     status = torch.where(stopped, STOPPED, status)
+    if choice.left is not None:
+        status = torch.where(choice.left, status, NONE_LEFT)
     status = torch.where(choice.bad, BAD, status)
     result = torch.stack((torch.where(active, choice.tokens, NOTHING), status))
+    if rows.adjustments is not None:
+        rows.adjustments.tokens.scatter_(1, following.unsqueeze(1), result[0].unsqueeze(1))
     rows.results.index_copy_(0, rows.cursor, result.unsqueeze(0))
     rows.logprobs.index_copy_(0, rows.cursor, choice.logprobs.unsqueeze(0))
     if choice.top is not None and rows.top is not None:
@@ -268,15 +364,16 @@ class DecodeStep(nn.Module):
         super().__init__()
         self.model, self.memory, self.own = model, memory, own
 
-    def forward(self, rows: Rows, visited: int | None, kind: int) -> None:
+    def forward(self, rows: Rows, visited: int | None, kind: int, chains: tuple[tuple[int, Chain], ...]) -> None:
         """One step for all rows.
 
         Args:
             rows: their state; what the step finds is left in it.
             visited: see `CacheView`.
             kind: see `sample`.
+            chains: of logits processors, see `adjusted_logits`.
         """
-        take_token(next_logits(self.model, self.memory, rows, visited, self.own), rows, kind)
+        take_token(next_logits(self.model, self.memory, rows, visited, self.own), rows, kind, chains)
 
 
 # -- the graphs of the step --------------------------------------------------------------------------------------------
@@ -348,6 +445,9 @@ class BucketGraphs:
         state: whose rows it works on.
         config: buckets, warm-up, failures, backend, and whether there are graphs at all.
         contexts: from `context_sizes`.
+
+    Attributes:
+        chains: number -> logits processors; requests add to it.
     """
 
     def __init__(
@@ -359,6 +459,7 @@ class BucketGraphs:
     ) -> None:
         self.step, self.state, self.config, self.contexts = step, state, config, contexts
         self.sizes = config.bucket_sizes()
+        self.chains: dict[int, Chain] = {}
         self.settings = CUDAGraphConfig(
             warmup_steps=config.warmup_steps,
             max_failures=config.max_failures,
@@ -385,14 +486,18 @@ class BucketGraphs:
         """The smallest number of visited tokens that holds `context`."""
         return next(size for size in self.contexts if size is None or size >= context)
 
+    def chains_of(self, kind: int) -> tuple[tuple[int, Chain], ...]:
+        """The chains of logits processors that a kind of sampling tells of."""
+        return tuple(one for one in [*self.chains.items()] if kind & ADJUSTED << one[0])
+
     def launch(self, rows: int, context: int, kind: int, steps: int = 1) -> int:
         """Launches steps; returns the bucket they run in. Call it in inference mode, with the model's attention set."""
         size, visited = self.bucket(rows), self.visited(context)
-        state = self.state.rows(size, kind >= TOP)
+        given = self.state.rows(size, kind), visited, kind, self.chains_of(kind)
         if not self.config.graphs:
             self._counts[size].eager_steps += steps
             for _ in range(steps):
-                self.step(state, visited, kind)
+                self.step(*given)
             return size
         key = (size, visited, kind)
         wrapper = self.wrappers.get(key)
@@ -401,9 +506,9 @@ class BucketGraphs:
             wrapper = self.wrappers[key] = CUDAGraphModule(self.step, self.settings, name=name, group=self.group)
         while steps > 0:
             if self.compiler is None:
-                wrapper(state, visited, kind)
+                wrapper(*given)
             else:
-                self.compiler.call(wrapper, state, visited, kind)
+                self.compiler.call(wrapper, *given)
             steps -= 1 + wrapper.replay(steps - 1)
         return size
 

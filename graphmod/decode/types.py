@@ -8,6 +8,7 @@ request draws.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import isfinite
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -25,6 +26,11 @@ class RequestError(GraphmodError, ValueError):
 
 MOST_TOP = 20
 """Most likely tokens that are told of a place, at most."""
+NO_TOKEN_LEFT = (
+    "no token is left to choose: min_tokens, allowed_token_ids, bad_words or logits_processors rule out all of them, "
+    "or a logits processor has made NaN or infinity; allow at least one"
+)
+"""The error of a completion whose own request has ended it."""
 
 
 class AttentionName(StrEnum):
@@ -81,8 +87,9 @@ class EngineConfig:
         keep_prefixes: find the beginnings of prompts in the cache even after the engine had nothing to do.
         frozen: nobody changes the model for as long as the engine lives, so that nothing looks whether the beginnings
             in the cache are still its own. Otherwise each arrival of requests reads the weights once.
-        generation_config: `auto` takes temperature, top_k and top_p of requests that do not say them from the model's
-            generation config, where that says to draw (`do_sample`); `none` does not.
+        generation_config: `auto` takes temperature, top_k, top_p, min_p and repetition_penalty of requests that do not
+            say them from the model's generation config, the temperature where that says to draw (`do_sample`); `none`
+            does not.
         graphs: capture decode steps. Without, every step is eager and counted.
         compile: `none`, `default` or `max`: compile captured steps. On a GPU only.
         compile_in_background: compile in a thread of its own; steps run uncompiled until it is done, instead of
@@ -178,6 +185,21 @@ class Sampling:
         top_k: keep the k most likely tokens; 0 keeps all. None is that of the generation config, else 0.
         top_p: keep the fewest most likely tokens whose probabilities reach p; 1 keeps all. Applied after top_k. None is
             that of the generation config, else 1.
+        min_p: keep tokens whose probability is at least this share of the most likely one's; 0 keeps all. Applied
+            after top_p. None is that of the generation config, else 0.
+        repetition_penalty: divides the positive logits of tokens that are in the prompt or the completion, and
+            multiplies the negative ones; 1 changes none. None is that of the generation config, else 1.
+        presence_penalty: taken from the logits of tokens that are in the completion; -2 to 2.
+        frequency_penalty: taken from those logits as often as the token is there; -2 to 2.
+        logit_bias: token id -> number that is added to its logit, before the penalties.
+        min_tokens: tokens to generate at least: until then stops are no choice. With stops of one token alone.
+        allowed_token_ids: the tokens that may be chosen; None allows all.
+        bad_words: what must not come, also where it begins in the prompt: token ids, up to 1,024 sequences of up to
+            16 token ids, or strings (if the engine was given a codec), with and without a space before them.
+        logits_processors: functions `f(tokens, logits)` that return the logits to choose by. They get those of the
+            whole batch, after bias, penalties and what is ruled out, before the temperature: `tokens` (rows,
+            max_seq_len), prompt and completion, then -1; `logits` (rows, vocabulary) float32. They are captured with
+            the step, so they run on the device.
         seed: of this request's random numbers. They depend on the seed, the number of the sample and the position
             alone, so the same request draws the same tokens in any batch. Where one seed is given for all prompts of
             a call, each prompt but the first gets one made from it and from the number of the prompt. None draws one
@@ -194,6 +216,15 @@ class Sampling:
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    min_tokens: int = 0
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[Any] = field(default_factory=list)
+    logits_processors: list[Any] = field(default_factory=list)
     seed: int | None = None
     max_new_tokens: int = 128
     stop: list[Any] = field(default_factory=list)
@@ -203,13 +234,17 @@ class Sampling:
 
     def check(self) -> None:
         """Raises RequestError for a setting of the wrong kind or out of range."""
-        for name in ("temperature", "top_p"):
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
             if getattr(self, name) is not None:
                 _kind(name, getattr(self, name), Real, "a number")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _kind(name, getattr(self, name), Real, "a number")
+            if not -2 <= getattr(self, name) <= 2:
+                raise RequestError(f"{name} must be -2 to 2, got {getattr(self, name)}")
         for name in ("top_k", "seed"):
             if getattr(self, name) is not None:
                 _kind(name, getattr(self, name), Integral, "an integer")
-        for name in ("max_new_tokens", "top_logprobs"):
+        for name in ("max_new_tokens", "top_logprobs", "min_tokens"):
             _kind(name, getattr(self, name), Integral, "an integer")
         if self.temperature is not None and not 0 <= self.temperature < float("inf"):
             raise RequestError(f"temperature must be 0 (greedy) or above and finite, got {self.temperature}")
@@ -223,8 +258,26 @@ class Sampling:
             raise RequestError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise RequestError(f"seed must fit into 64 bits, got {self.seed}")
-        if not isinstance(self.stop, (list, tuple)):
-            raise RequestError(f"stop must be a list, got {self.stop!r}")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise RequestError(f"min_p must be 0 (all) to 1, got {self.min_p}")
+        if self.repetition_penalty is not None and not 0 < self.repetition_penalty < float("inf"):
+            raise RequestError(f"repetition_penalty must be above 0 and finite, got {self.repetition_penalty}")
+        if not 0 <= self.min_tokens <= self.max_new_tokens:
+            raise RequestError(f"min_tokens must be 0 to the most tokens, {self.max_new_tokens}, got {self.min_tokens}")
+        for name in ("stop", "bad_words", "logits_processors"):
+            if not isinstance(getattr(self, name), (list, tuple)):
+                raise RequestError(f"{name} must be a list, got {getattr(self, name)!r}")
+        allowed, bias = self.allowed_token_ids, self.logit_bias
+        if allowed is not None and not (isinstance(allowed, (list, tuple)) and allowed):
+            raise RequestError(f"allowed_token_ids must be a list of at least one token id, got {allowed!r}")
+        if not isinstance(bias, dict):
+            raise RequestError(f"logit_bias must be a dict of token ids and numbers, got {bias!r}")
+        for token, value in bias.items():
+            if not isinstance(value, Real) or isinstance(value, bool) or not isfinite(value):
+                raise RequestError(f"logit_bias must have finite numbers, got {value!r} for token {token!r}")
+        for process in self.logits_processors:
+            if not callable(process):
+                raise RequestError(f"logits_processors must be functions f(tokens, logits), got {process!r}")
 
 
 # -- the seeds of samples and prompts ----------------------------------------------------------------------------------
@@ -255,7 +308,7 @@ class TokenEvent:
     Attributes:
         request, sample: which prompt, in the order given, and which of its n samples.
         token: its id; None only where the request failed before it had one.
-        logprob: log-probability (nats) under the model's own distribution, before temperature, top-k and top-p.
+        logprob: log-probability (nats) under the model's own distribution, before penalties and temperature.
         finish_reason: None while the sequence continues; otherwise as in `Completion`.
         error: what went wrong where `finish_reason` is "error".
         top_logprobs: the most likely tokens at its place, with their log-probabilities; None unless asked for.

@@ -125,7 +125,7 @@ def _decoded(
     last, step = len(tokens) - 1, min(most, -(-(len(tokens) - 1) // 2))  # in pieces, as long prompts are
     pieces = [(start, min(last, start + step)) for start in range(0, last, step)]
     *_, before = (prefill([Piece(tokens[start:end], start, blocks, end == last)]) for start, end in pieces)
-    state.set_rows(0, [RowValues([tokens[-1], len(tokens) - 1, 1, 0, 0, 0], [0.0, 1.0], blocks, [])])
+    state.set_rows(0, [RowValues([tokens[-1], len(tokens) - 1, 1, *[0] * 6], [0.0] * 6, blocks, [], tokens)])
     memory.expect([Reader(blocks, len(tokens), len(tokens))])
     with attention(model, plain.name):
         after = next_logits(model, memory, state.rows(1), visited, plain.name is None)

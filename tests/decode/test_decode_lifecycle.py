@@ -148,11 +148,11 @@ def failing_step(monkeypatch, fails):
 
     forward = DecodeStep.forward
 
-    def broken(self, rows, visited, kind):
+    def broken(self, rows, *given):
         recorder = dispatch.current()
         if recorder is not None and not recorder.watching and len(rows.integers) in fails:
             raise RuntimeError("injected")
-        return forward(self, rows, visited, kind)
+        return forward(self, rows, *given)
 
     monkeypatch.setattr(DecodeStep, "forward", broken)
 

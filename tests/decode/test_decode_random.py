@@ -20,6 +20,11 @@ request = st.tuples(
         seed=st.integers(-(2**63), 2**63 - 1),
         max_new_tokens=st.integers(1, 25),
         stop=st.lists(st.integers(0, VOCABULARY - 1), max_size=3),
+        min_p=st.sampled_from([0.0, 0.0, 0.1]),
+        repetition_penalty=st.sampled_from([None, None, None, 1.4]),
+        frequency_penalty=st.sampled_from([0.0, 0.0, 0.0, 0.5]),
+        logit_bias=st.sampled_from([{}, {}, {7: 3.0}]),
+        bad_words=st.lists(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=2), max_size=2),
     ),
 )
 

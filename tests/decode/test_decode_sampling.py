@@ -10,7 +10,7 @@ from graphmod.decode.sampling import FILTERED, GREEDY, PLAIN, gumbel, keep_likel
 from tests.support.decode_models import prompts_of, tiny_model
 
 
-def draw(logits, device, *, temperature=1.0, top_k=0, top_p=1.0, seeds=None, position=7, kind=FILTERED):
+def draw(logits, device, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seeds=None, position=7, kind=FILTERED):
     count = len(logits)
     full = {"device": device}
     return sample(
@@ -18,6 +18,7 @@ def draw(logits, device, *, temperature=1.0, top_k=0, top_p=1.0, seeds=None, pos
         torch.full((count,), temperature, **full),
         torch.full((count,), top_k, **full),
         torch.full((count,), top_p, **full),
+        torch.full((count,), min_p, **full),
         (torch.arange(count) if seeds is None else seeds).to(device),
         torch.full((count,), position, **full),
         kind,
@@ -40,6 +41,7 @@ SETTINGS = [
     {"temperature": 1.7, "top_k": 5},
     {"temperature": 1.0, "top_p": 0.8},
     {"temperature": 1.3, "top_k": 10, "top_p": 0.7},
+    {"temperature": 1.5, "min_p": 0.3},
 ]
 
 
@@ -56,6 +58,9 @@ def test_draws_follow_the_distribution(settings, device):
         ordered, places = probabilities.sort(descending=True)
         keep = ordered.cumsum(0) - ordered < settings["top_p"]
         probabilities[places[~keep]] = 0
+        probabilities /= probabilities.sum()
+    if settings.get("min_p"):
+        probabilities[probabilities < settings["min_p"] * probabilities.max()] = 0
         probabilities /= probabilities.sum()
     counts = torch.bincount(tokens, minlength=vocabulary)
     assert chi_squared(counts, probabilities) < 4
@@ -103,13 +108,17 @@ def test_logprobs_are_of_the_unmodified_distribution(device):
 
 
 def test_top_k_and_top_p_keep_what_they_say(device):
-    logits = torch.tensor([[0.5, 0.3, 0.1, 0.06, 0.04]], device=device).log().repeat(4, 1)
+    logits = torch.tensor([[0.5, 0.3, 0.1, 0.06, 0.04]], device=device).log().repeat(6, 1)
     kept = torch.isfinite(
         keep_likely(
-            logits, torch.tensor([0, 2, 0, 1], device=device), torch.tensor([1.0, 1.0, 0.85, 0.01], device=device)
+            logits,
+            torch.tensor([0, 2, 0, 1, 0, 2], device=device),
+            torch.tensor([1.0, 1.0, 0.85, 0.01, 1.0, 1.0], device=device),
+            torch.tensor([0.0, 0.0, 0.0, 0.0, 0.19, 0.5], device=device),
         )
     )
-    assert kept.tolist() == [[True] * 5, [True] * 2 + [False] * 3, [True] * 3 + [False] * 2, [True] + [False] * 4]
+    assert kept.sum(dim=1).tolist() == [5, 2, 3, 1, 3, 2]
+    assert torch.equal(kept, kept.sort(dim=1, descending=True).values), "the most likely ones are kept"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -12,7 +12,7 @@ from tests.support.decode_models import prompts_of, tiny_model
 
 DRAWN = {"do_sample": True, "temperature": 0.7, "top_k": 7, "top_p": 0.9}
 CHANGING = {
-    "repetition_penalty": 1.5,
+    "encoder_repetition_penalty": 1.5,
     "no_repeat_ngram_size": 2,
     "bad_words_ids": [[5]],
     "suppress_tokens": [5],
@@ -47,6 +47,22 @@ def test_requests_that_say_nothing_are_drawn_by_it(device, caplog):
     assert tokens(plain) == tokens(engine, temperature=0)
 
 
+def test_penalty_and_min_p_are_those_of_transformers_own_generate(device, caplog):
+    said = {"repetition_penalty": 1.5, "min_p": 0.5}
+    engine = engine_of(device, said)
+    assert "min_p=0.5, repetition_penalty=1.5" in caplog.text and "not supported" not in caplog.text
+    given = torch.tensor(prompts_of(9), device=device)
+    own = engine.model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=12, pad_token_id=0)
+    assert tokens(engine) == [own[0, 9:].tolist()] * 3
+    plain = engine_of(device, said, generation_config="none")
+    assert tokens(plain) == tokens(engine, repetition_penalty=1) != tokens(engine)
+    assert tokens(plain, temperature=1.0, **said) == tokens(engine, temperature=1.0)
+    assert tokens(engine, temperature=1.0) != tokens(engine, temperature=1.0, min_p=0)
+    engine.warm_up(prefill=False)
+    before = engine.stats.total("captures")
+    assert tokens(engine) and engine.stats.total("captures") == before
+
+
 def test_without_do_sample_the_most_likely_token_is_taken(device):
     engine = engine_of(device, {"do_sample": False})
     assert tokens(engine) == tokens(engine, temperature=0)
@@ -72,8 +88,8 @@ def test_what_would_change_greedy_tokens_is_told_and_refused(name, caplog):
 
 
 def test_what_changes_draws_alone_is_told(caplog):
-    engine = engine_of(torch.device("cpu"), DRAWN | {"min_p": 0.1})
-    assert "min_p=0.1" in caplog.text and tokens(engine, temperature=0)
+    engine = engine_of(torch.device("cpu"), DRAWN | {"typical_p": 0.9})
+    assert "typical_p=0.9" in caplog.text and tokens(engine, temperature=0)
 
 
 def test_values_that_change_nothing_are_not_told(caplog):

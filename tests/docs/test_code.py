@@ -50,7 +50,7 @@ def test_the_code_of_decode_runs(capsys):
         "reward": lambda *one: rewards.append(one),
     }
     while_training, suspending, submitting, threaded = blocks("decode")
-    with_text, streaming, offloading = blocks("decode_engine")
+    with_text, streaming, processing, offloading = blocks("decode_engine")
     exec(while_training, names)
     exec(suspending, names)
     assert len(rewards) == 2 * 4 and [len(completions) for completions in trained] == [4, 4]
@@ -62,6 +62,9 @@ def test_the_code_of_decode_runs(capsys):
     capsys.readouterr()
     exec(streaming, names)
     assert capsys.readouterr().out.strip()
+    names["digits"] = torch.arange(len(tokenizer)) > 20
+    exec(processing, names)
+    assert max(token for done in names["found"] for token in done.tokens) <= 20
     exec(offloading, names)
 
 

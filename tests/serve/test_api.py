@@ -355,7 +355,7 @@ def test_a_key_is_asked_for():
 
 def test_the_generation_config_is_the_default_of_requests_and_what_it_cannot_do_is_refused():
     model = chat_model()
-    model.generation_config = GenerationConfig(eos_token_id=2, temperature=0.3, top_k=1, repetition_penalty=1.5)
+    model.generation_config = GenerationConfig(eos_token_id=2, temperature=0.3, top_k=1, no_repeat_ngram_size=2)
     asked = {"model": "tiny", "prompt": "one", "max_tokens": 12}
     with Served(model, tokenizer(), max_batch_size=4) as server:
         texts = {server.post("/v1/completions", asked)[1]["choices"][0]["text"] for _ in range(4)}
@@ -364,7 +364,7 @@ def test_the_generation_config_is_the_default_of_requests_and_what_it_cannot_do_
         assert status == 200 and body["choices"][0]["text"] not in texts
         status, body, _ = server.post("/v1/completions", asked | {"temperature": 0})
         assert status == 400 and body["error"]["param"] == "temperature"
-        assert "repetition_penalty=1.5" in body["error"]["message"]
+        assert "no_repeat_ngram_size=2" in body["error"]["message"]
     with Served(model, tokenizer(), max_batch_size=4, generation_config="none") as server:
         (expected,) = alone().generate(["one"], max_new_tokens=12)
         assert server.post("/v1/completions", asked | {"temperature": 0})[1]["choices"][0]["text"] == expected.text
