@@ -31,8 +31,8 @@ _TYPES = {
     500: "server_error",
     503: "unavailable_error",
 }
-# How engines call what requests give under another name.
-_PARAMS = {"max_new_tokens": "max_tokens", "stop": "stop", "prompt": "prompt", "n": "n"}
+# What engines call a setting -> the field of a request that gives it.
+_PARAMS = {one.name: one.name for one in dataclasses.fields(Sampling)} | {"max_new_tokens": "max_tokens", "n": "n"}
 
 
 class ApiError(Exception):
@@ -118,7 +118,7 @@ def refused(said: str, prompt_field: str) -> ApiError:
     word = said.replace("unknown ", "").partition(" ")[0]
     if word.isdigit():  # "9 stop tokens are more than ..."
         word = "stop"
-    param = prompt_field if word == "prompt" else _PARAMS.get(word, word if word in ("temperature", "top_p") else None)
+    param = prompt_field if word == "prompt" else _PARAMS.get(word)
     too_long = "max_seq_len=" in said or "the KV cache holds" in said
     code = "context_length_exceeded" if too_long else None
     return ApiError(400, said, param, code)
@@ -179,6 +179,14 @@ def asked_of(request: ChatRequest | CompletionRequest, codec: Codec, default_tok
         temperature=0.0 if temperature is not None and temperature < _COLDEST else temperature,
         top_k=None if top_k is None else max(0, top_k),
         top_p=None if top_p is None else max(top_p, _COLDEST),
+        min_p=request.min_p,
+        repetition_penalty=request.repetition_penalty,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        logit_bias=request.logit_bias or {},
+        min_tokens=request.min_tokens or 0,
+        allowed_token_ids=request.allowed_token_ids,
+        bad_words=[*(request.bad_words or [])],
         max_new_tokens=max(1, most),
         stop=[*(request.stop or []), *(request.stop_token_ids or [])],
         ignore_eos=bool(request.ignore_eos),

@@ -28,7 +28,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Lifespan, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from graphmod.decode.types import Completion, DecodeError, Run
+from graphmod.decode.types import NO_TOKEN_LEFT, Completion, DecodeError, Run
 from graphmod.serve.api import (
     Answer,
     ApiError,
@@ -293,7 +293,8 @@ class Exchange:
             if done.finish_reason == "abort":
                 raise ApiError(503, "the server is shutting down", code="shutting_down")
             if done.finish_reason == "error":
-                raise ApiError(500, done.error or "the completion failed", code="completion_error")
+                status = 400 if done.error == NO_TOKEN_LEFT else 500
+                raise ApiError(status, done.error or "the completion failed", code="completion_error")
             last = answer.end(done)
             piece = Piece(piece.text + last.text, piece.scored + last.scored)
         reason = done.finish_reason if run.ended else None

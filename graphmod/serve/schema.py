@@ -24,23 +24,15 @@ _IGNORED = (
 )
 # Fields of both kinds that are not supported -> the values of them that ask for nothing.
 _REFUSED = {
-    "allowed_token_ids": (),
-    "bad_words": ([],),
     "cache_salt": (),
     "ec_transfer_params": (),
-    "frequency_penalty": (0,),
     "include_stop_str_in_output": (False,),
     "kv_transfer_params": (),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "logprob_token_ids": (),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "presence_penalty": (0,),
     "priority": (0,),
     "prompt_logprobs": (),
     "repetition_detection": (),
-    "repetition_penalty": (1,),
     "request_id": (),
     "return_mm_kwargs": (True,),
     "return_token_offsets": (False,),
@@ -168,9 +160,19 @@ def _parts(given: Any) -> Any:
     return [{"type": "text", "text": given}] if isinstance(given, str) else given
 
 
+def _by_id(given: Any) -> Any:
+    """JSON has texts alone as keys."""
+    if not isinstance(given, dict):
+        return given
+    if not all(isinstance(token, str) and token.isdecimal() for token in given):
+        raise ValueError('must have token ids as keys, such as {"50256": -100}')
+    return {int(token): value for token, value in given.items()}
+
+
 StopText = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 class StreamOptions(Object):
@@ -212,6 +214,20 @@ class _Request(Object):
     top_k: int | None = Field(
         None, ge=-1, lt=2**31, description="default of the model, else 0, which means all, as -1 does"
     )
+    min_p: float | None = Field(
+        None, ge=0, le=1, description="default of the model, else 0; keeps tokens of this share of the likeliest's"
+    )
+    repetition_penalty: float | None = Field(
+        None, gt=0, le=1000, description="default of the model, else 1; of tokens in prompt or completion"
+    )
+    presence_penalty: Penalty | None = Field(None, description="of tokens in the completion, -2 to 2")
+    frequency_penalty: Penalty | None = Field(None, description="as often as they are there, -2 to 2")
+    logit_bias: Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]] | None, BeforeValidator(_by_id)] = Field(
+        None, description="token id to what is added to its logit, -100 to 100"
+    )
+    min_tokens: int | None = Field(None, ge=0, lt=2**31, description="at least; not with `stop` of several tokens")
+    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1, description="no others are chosen")
+    bad_words: list[StopText] | None = Field(None, max_length=512, description="up to 512 texts that must not come")
     seed: int | None = Field(
         None,
         ge=-(2**63),

@@ -180,9 +180,20 @@ WRONG = [
     ({"stream": "yes"}, 400, "stream", 'must be true or false, got "yes"'),
     ({"tools": [{"type": "function"}]}, 400, "tools", "not supported"),
     ({"response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
-    ({"logit_bias": {"5": 1}}, 400, "logit_bias", "not supported"),
-    ({"presence_penalty": 0.5}, 400, "presence_penalty", "not supported"),
-    ({"frequency_penalty": -1}, 400, "frequency_penalty", "not supported"),
+    ({"logit_bias": {"5": 101}}, 400, "logit_bias.5", "must be at most 100, got 101"),
+    ({"logit_bias": {"a": 1}}, 400, "logit_bias", 'must have token ids as keys, such as {"50256": -100}, got {"a": 1}'),
+    ({"logit_bias": {"1000000": 1}}, 400, "logit_bias", "must have token ids below"),
+    ({"presence_penalty": 2.5}, 400, "presence_penalty", "must be at most 2, got 2.5"),
+    ({"frequency_penalty": -3}, 400, "frequency_penalty", "must be at least -2, got -3"),
+    ({"repetition_penalty": 0}, 400, "repetition_penalty", "must be above 0, got 0"),
+    ({"min_p": 2}, 400, "min_p", "must be at most 1, got 2"),
+    ({"min_tokens": 9, "max_tokens": 8}, 400, "min_tokens", "must be 0 to the most tokens, 8, got 9"),
+    ({"min_tokens": 2, "stop": "one two"}, 400, "min_tokens", "goes with stops of one token alone, got 'one two'"),
+    ({"allowed_token_ids": []}, 400, "allowed_token_ids", "a list with at least 1 in it, got []"),
+    ({"allowed_token_ids": [10**6]}, 400, "allowed_token_ids", "must have token ids below"),
+    ({"bad_words": "a"}, 400, "bad_words", 'must be a list, got "a"'),
+    ({"bad_words": ["one two three " * 9]}, 400, "bad_words", "each of up to 16"),
+    ({"length_penalty": 2}, 400, "length_penalty", "not supported"),
     ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "must be at most 20, got 21"),
     ({"top_logprobs": 2}, 400, "top_logprobs", "goes with logprobs"),
     ({"return_tokens_as_token_ids": True}, 400, "return_tokens_as_token_ids", "goes with logprobs"),
@@ -190,7 +201,8 @@ WRONG = [
     ({"max_token": 5}, 400, "max_token", "is max_tokens meant?"),
     ({"maxTokens": 5}, 400, "maxTokens", "is max_tokens meant?"),
     ({"Temperature": 0.5}, 400, "Temperature", "is temperature meant?"),
-    ({"repeat_penalty": 1.5}, 400, "repeat_penalty", "repetition_penalty, which is most like it, is not supported"),
+    ({"repeat_penalty": 1.5}, 400, "repeat_penalty", "is repetition_penalty meant?"),
+    ({"lengthPenalty": 2}, 400, "lengthPenalty", "length_penalty, which is most like it, is not supported"),
     ({"n_predict": 5}, 400, "n_predict", "no field that this server knows"),
     ({"response_format": {"type": "text", "typ": 1}}, 400, "response_format.typ", "is type meant?"),
     ({"messages": [{"role": "user", "content": "a", "contents": "b"}]}, 400, "messages.0.contents", "content meant?"),
@@ -233,6 +245,39 @@ def test_what_is_wrong_with_a_completion_is_said_with_its_field(served, change, 
         assert status == 200
         return
     assert status == 400 and body["error"]["param"] == param and said in body["error"]["message"], body
+
+
+def test_what_changes_the_logits_has_the_tokens_of_the_engine(served):
+    openais = {"presence_penalty": 1.5, "frequency_penalty": 0.5, "seed": 7, "temperature": 0.9}
+    bias = {5: 3.0, 9: -100.0}
+    vllms = {"repetition_penalty": 1.3, "min_p": 0.02, "min_tokens": 12, "bad_words": ["one", "blue sky"]}
+    for path in ("completions", "chat"):
+        asked = {
+            **openais,
+            "model": "tiny",
+            "max_tokens": 20,
+            "n": 2,
+            "logit_bias": {str(k): v for k, v in bias.items()},
+        }
+        extra = {**vllms, "return_token_ids": True, "allowed_token_ids": [*range(200)]}
+        if path == "chat":
+            got = served.client().chat.completions.create(messages=MESSAGES, **asked, extra_body=extra)
+        else:
+            got = served.client().completions.create(prompt=[5, 6, 7], **asked, extra_body=extra)
+        prompt = chat_prompt() if path == "chat" else [5, 6, 7]
+        given = {**openais, **vllms, "logit_bias": bias, "allowed_token_ids": [*range(200)], "max_new_tokens": 20}
+        expected = alone().generate([prompt], n=2, **given)
+        assert [same(choice, done) for choice, done in zip(got.choices, expected, strict=True)] == [True] * 2
+        assert expected != alone().generate([prompt], n=2, **openais, max_new_tokens=20)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["", "stream"])
+def test_a_request_that_rules_out_all_tokens_is_told_so(served, stream):
+    asked = {"model": "tiny", "prompt": [5, 6, 7], "stream": stream, "max_tokens": 5}
+    ruled_out = {"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 2}
+    with pytest.raises(openai.APIError, match="no token is left to choose: min_tokens, allowed_token_ids") as found:
+        [*served.client().completions.create(**asked, extra_body=ruled_out)]
+    assert stream or found.value.status_code == 400
 
 
 def test_fields_that_change_nothing_are_ignored(served):

@@ -67,6 +67,8 @@ def good(chance):
     asked = {"max_tokens": chance.randint(1, 6), "n": chance.choice([None, 1, 2, 3]), "return_token_ids": True}
     asked |= {"seed": chance.randint(-(2**63), 2**63 - 1), "temperature": chance.choice([0, 0.7, 1, 1000, 1e-9])}
     asked |= {"top_p": chance.choice([None, 0.5, 1, 1e-300]), "top_k": chance.choice([None, 0, -1, 3, 10**9])}
+    asked |= {"min_p": chance.choice([None, 0, 0.1]), "presence_penalty": chance.choice([None, 0, 0, 1.5])}
+    asked |= {"logit_bias": chance.choice([None, {}, {"5": 9}]), "bad_words": chance.choice([None, [], ["one", "k"]])}
     asked["stop"] = chance.choice([None, "e", ["one", "k"], "</s>"])
     asked["stream"] = chance.random() < 0.4
     if chance.random() < 0.5:
@@ -151,6 +153,10 @@ def check_good(number, choices):
         top_k=max(body["top_k"] or 0, 0),
         seed=body["seed"],
         stop=stop,
+        min_p=body["min_p"],
+        presence_penalty=body["presence_penalty"] or 0,
+        logit_bias={int(token): value for token, value in (body["logit_bias"] or {}).items()},
+        bad_words=body["bad_words"] or [],
     )
     assert len(choices) == len(expected)
     for choice, done in zip(choices, expected, strict=True):
