@@ -32,6 +32,7 @@ from graphmod.guards.values import (
 )
 from graphmod.trace.lines import location
 from graphmod.trace.recorder import Recorder
+from graphmod.trace.untraced import identity
 
 NOT_REPLAYED = "which a replay would not do"
 KEEP = "keep it in a tensor that is changed in place, or pass it as an argument"
@@ -137,7 +138,7 @@ def bound_anew(notes: Notes) -> list[Note]:
         return []
     found = {note.place: note for note in notes.notes.values() if not note.read and note.changed()}
     for note in notes.notes.values() if found else ():
-        whole = id(note.container) in notes.contents or isinstance(note.owner, threading.local)
+        whole = identity(note.container) in notes.contents or isinstance(note.owner, threading.local)
         if note.read or whole or is_plain(now := note.now()) or now is MISSING:
             found.pop(note.place, None)
     return list(found.values())
@@ -215,7 +216,7 @@ def _kept_locks(notes: Notes) -> Iterator[Change]:
     """Locks that the call took and has still."""
     for taken in notes.taken.values():
         was, now = taken.before, taken.answer.content()[0]
-        if taken.times and was != now and id(taken.answer) not in notes.contents:
+        if taken.times and was != now and identity(taken.answer) not in notes.contents:
             yield Change(_changes(STATE_OF_LOCK, was, now), lines_of(taken.where), KEEP_LOCK)
 
 

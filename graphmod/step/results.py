@@ -24,6 +24,7 @@ from graphmod.step.static_outputs import StaticOutput
 from graphmod.torch_private import top_saved_tensors_hooks, without_modes
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Follower
+from graphmod.trace.untraced import identity
 
 
 class PartOf:
@@ -143,12 +144,12 @@ def _can_be_bound(value: Any, notes: Notes, returned: set[int], backward: bool) 
     """Whether a value can be made again, its containers are the call's own, and no backward of it may come."""
     flat = Flat(None, [value])
     containers = [part[1] for part in flat.seen.values() if part.__class__ is tuple]
-    made = [tensor for tensor in flat.leaves if id(tensor) in notes.ages.made]
+    made = [tensor for tensor in flat.leaves if identity(tensor) in notes.ages.made]
     histories = [tensor for tensor in flat.leaves if tensor.requires_grad and not tensor.is_leaf]
     return (
         not_to_be_made_again(flat.structure) is None
         and all(not_returned(tensor) is None for tensor in made)
-        and all(id(container) in notes.ages.made for container in containers)
+        and all(identity(container) in notes.ages.made for container in containers)
         and all(backward and id(tensor) not in returned and is_spent(tensor) for tensor in histories)
     )
 
