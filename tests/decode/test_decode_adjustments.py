@@ -95,6 +95,9 @@ def expected(model, prompt, sampling, processors):
         warpers += [own.TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
         warpers += [own.TopPLogitsWarper(sampling.top_p)] if sampling.top_p else []
         warpers += [own.MinPLogitsWarper(sampling.min_p)] if sampling.min_p else []
+    for one in warpers:
+        if isinstance(one, own.MinNewTokensLengthLogitsProcessor):
+            one.eos_token_id = one.eos_token_id.to(model.device)
     tokens, logprobs = [*prompt], []
     for position in range(len(prompt), len(prompt) + sampling.max_new_tokens):
         given = torch.tensor([tokens], device=model.device)
