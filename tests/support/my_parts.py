@@ -271,7 +271,8 @@ class Unsplit(nn.Module):
 
 def reads(model, tokens):
     """A graph cannot repeat it."""
-    return smoothed(model, tokens) * (1 if tokens.sum().item() > 0 else 2)
+    loss = smoothed(model, tokens)
+    return loss * (1 if loss.item() > 0 else 2)
 
 
 class Unused(Net):
