@@ -205,7 +205,9 @@ def test_an_interrupt_while_libraries_are_imported_is_one_line(command, tmp_path
     # A torch that is still being imported, whenever the signal comes; a model, as what is wrong is told before that.
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "config.json").write_text("{}")
-    (tmp_path / "torch.py").write_text("print('importing', flush=True)\nimport time\ntime.sleep(60)\n")
+    # Short sleeps: one that begins just after the signal is not cut short by it.
+    loop = "for _ in range(600):\n    time.sleep(0.1)\n"
+    (tmp_path / "torch.py").write_text(f"import time\nprint('importing', flush=True)\n{loop}")
     script, *arguments = command.split()
     process = subprocess.Popen(
         [sys.executable, str(ROOT / script), *arguments],
