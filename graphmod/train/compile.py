@@ -251,7 +251,8 @@ def compiled_update(
         if run.ready():
             norm = None if max_grad_norm is None else total_norm(parameters)
             run(norm, max_grad_norm)
-            vars(optimizer)["_opt_called"] = True  # for schedulers, which ask whether a step came before theirs
+            if "step" in vars(optimizer):  # of a scheduler, which asks whether a step came before its own
+                vars(optimizer)["_opt_called"] = True
             return norm
         norm = None if max_grad_norm is None else clip(parameters, max_grad_norm)
         optimizer.step()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphmod import CUDAGraphModule, compiled_update
+from graphmod import CUDAGraphModule, check, compiled_update
 from graphmod.errors import ConfigError
 from tests.support.harness import config
 
@@ -62,6 +62,19 @@ def test_it_has_the_numbers_of_torch_and_of_its_own_graph(device, scheduled):
     assert all(torch.allclose(one, other, rtol=1e-4, atol=1e-6) for one, other in zip(eager, expected, strict=True))
     assert all(map(torch.equal, captured, eager))
     assert step.stats.replays > 4 and not step.stats.failures
+
+
+def test_a_check_finds_nothing_in_it(device):
+    model, optimizer = build(device)
+    update = compiled_update(optimizer, max_grad_norm=1.0)
+
+    def step(x):
+        model(x).square().mean().backward()
+        update()
+        optimizer.zero_grad()
+
+    report = check(step, torch.ones(2, 8, device=device))
+    assert report.captured, report
 
 
 def test_without_a_norm_nothing_is_clipped_or_returned(device):
