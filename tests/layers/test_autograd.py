@@ -7,22 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from graphmod import CUDAGraphModule, GraphmodError
 from graphmod.train.activations import kept_draws
-from tests.support.harness import config, layered, loss_of, mlp, play, twins, wrapped
-
-
-class Two(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([mlp("cpu"), mlp("cpu")])
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def two(device):
-    return Two().to(device)
+from tests.support.harness import config, layered, loss_of, mlp, play, twins, two, wrapped
 
 
 def update(side):

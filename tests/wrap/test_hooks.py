@@ -5,23 +5,7 @@ import torch
 from torch import nn
 
 from graphmod import CUDAGraphModule
-from tests.support.harness import config, layered, loss_of, mlp, play, twins, wrapped
-
-
-class Two(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([mlp("cpu"), mlp("cpu")])
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def two(device):
-    return Two().to(device)
-
+from tests.support.harness import config, layered, loss_of, mlp, play, twins, two, wrapped
 
 GRAPHS = {"whole": wrapped, "layers": layered}
 graphs = pytest.mark.parametrize("graph", GRAPHS)
