@@ -410,10 +410,9 @@ def _judge(context: Context, entry: Entry, call: Call, recording: Recording) -> 
     else:
         entry.warm_up_again(context.config.warmup_steps - 1)
         context.spend(entry)
-        if entry.follows:
+        if entry.follows or methods.found:  # what kept an earlier call eager is overcome
             context.last_failure = ""
         if methods.found:
-            context.last_failure = ""
             context.log_once(
                 f"{context.name!r} calls {', '.join(methods.found)} between its graphs at each replay, because "
                 f"these cannot repeat it: {methods.why}",
