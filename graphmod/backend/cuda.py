@@ -1,7 +1,7 @@
 """Capture and replay with `torch.cuda.CUDAGraph`.
 
 Everything is captured on one side stream per backend, so that autograd's nodes belong to it and a captured graph is one
-chain; only then does `spread` part what does not depend on each other. Nothing is ever run on that stream: once a
+chain; only then do `backend.nodes` part what does not depend on each other. Nothing is ever run on that stream: once a
 process has launched a handful of kernels on a second stream, the kernels of every graph follow each other 0.3 us later.
 Warm-up calls and replays run on the caller's stream.
 """
@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
 import threading
 import warnings
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from graphmod.backend.lifetime import Graphs, capturing, launcher
-from graphmod.cuda_driver import edit, kernel_name, last_captured, neighbours
+from graphmod.backend.nodes import divisible, spread, use_kernels
+from graphmod.cuda_driver import last_captured
 from graphmod.errors import EagerPartFailed
 from graphmod.errors import reason as reason_of
 from graphmod.torch_private import (
@@ -105,9 +106,9 @@ class CudaCapture:
         self.seen = seen
         self._held = held
         # No method of its own: the memory of a graph that was let go would wait for the garbage collector.
-        self.segments = [part[0] if len(part) == 1 else functools.partial(_do_all, part) for part in parts]
+        self.segments = [part[0] if len(part) == 1 else partial(_do_all, part) for part in parts]
         launches = [launch for part in parts for launch in part]
-        self.replay = self.segments[0] if len(parts) == 1 else functools.partial(_do_all, launches)
+        self.replay = self.segments[0] if len(parts) == 1 else partial(_do_all, launches)
         if len(parts) > 1:
             self.start, self.finish = None, self.replay
         elif len(launches) == 2:
@@ -234,10 +235,12 @@ class CudaBackend:
                 graphs[-1].capture_end()
             launches = []
             for place in range(sum(map(len, segments)), len(graphs)):
-                try:
-                    spread(graphs[place].raw_cuda_graph(), spans[place])
-                except Exception as error:  # an older driver: slower, but the same
-                    _say_unparted(str(error))
+                raw = graphs[place].raw_cuda_graph()
+                for improve in (partial(spread, raw, spans[place]), partial(use_kernels, raw, backend.stream)):
+                    try:
+                        improve()
+                    except Exception as error:  # an older driver: slower, but the same
+                        _say_unedited(str(error))
                 graphs[place].instantiate()
                 launches.append(launcher(graphs[place]))
             segments.append(launches)
@@ -342,7 +345,7 @@ class CudaBackend:
         try:
             return last_captured(self.stream.cuda_stream)
         except Exception as error:  # an older driver
-            _say_unparted(str(error))
+            _say_unedited(str(error))
             return None
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, pool: CudaPool, spare: list) -> None:
@@ -361,112 +364,14 @@ class CudaBackend:
             generator.graphsafe_set_state(state)
 
 
-# -- launches of one multi-tensor operation, side by side --------------------------------------------------------------
-
-
-_LEAST = 3  # launches: for fewer, to part and to join costs what it brings
-_LEAST_BYTES = 2**20  # of tensors; the step counters of an optimizer are many, and nothing
-_SPLITS_ITS_TENSORS = "multi_tensor_apply"
-_AHEAD, _BEHIND = "cuGraphNodeGetDependencies_v2", "cuGraphNodeGetDependentNodes_v2"
-
-
-def divisible(args: Iterable[Any]) -> bool:
-    """Whether the tensors at one place of an operation's lists share no memory with those at another place, and are
-    enough for it to matter.
-
-    Args:
-        args: the arguments of an operation on lists of tensors.
-    """
-    spans = []
-    for position, value in enumerate(args):
-        listed = isinstance(value, (list, tuple))
-        for place, tensor in enumerate(value if listed else (value,)):
-            if not isinstance(tensor, Tensor):
-                continue
-            if tensor.layout is not torch.strided:
-                return False
-            if tensor.numel():
-                owner = place if listed else -1 - position
-                spans.append((tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), owner))
-    if sum(end - start for start, end, _ in spans) < _LEAST_BYTES:
-        return False
-    spans.sort()
-    # A tensor may stand in several lists at the same place. Anything else that overlaps is taken for a dependency.
-    reach, last = 0, None
-    for start, end, owner in spans:
-        if start < reach and (start, end, owner) != last:
-            return False
-        reach, last = max(reach, end), (start, end, owner)
-    return True
-
-
-def _extent(tensor: Tensor) -> int:
-    """The bytes from its first element to the end of its last."""
-    steps = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    return (steps + 1) * tensor.element_size()
-
-
 @functools.cache
-def _say_unparted(why: str) -> None:
-    """Says, once in a process, why `spread` cannot work."""
+def _say_unedited(why: str) -> None:
+    """Says, once in a process, why graphs are not edited."""
     log.warning(
-        "the kernels of multi-tensor operations (an optimizer's step, the norm of gradients) run one after the other "
-        "in graphs: the same numbers, but slower than side by side: %s",
+        "graphs stay as they are captured, with memsets and copies between kernels, and the kernels of multi-tensor "
+        "operations (an optimizer's step, the norm of gradients) one after the other: the same numbers, but slower: %s",
         why,
     )
-
-
-def spread(graph: int, operations: Iterable[tuple[int, int]]) -> int:
-    """Puts the launches of one multi-tensor operation side by side, in a graph that is not instantiated yet. Leaves
-    alone what plain edges do not tie to one chain.
-
-    A norm, a scaling or a fused optimizer step over many tensors is several launches of one kernel, each for tensors of
-    its own. One after the other, each leaves the GPU half empty while its last blocks finish; on two branches of the
-    graph the next one fills it (three are no faster). Every kernel computes what it did, so the bits stay the same.
-
-    Args:
-        graph: address of a `cudaGraph_t`.
-        operations: in their order, per operation whose lists are `divisible` the node captured before it, 0 if there
-            was none, and its own last node.
-
-    Returns:
-        How many runs of launches were parted.
-    """
-    parted = 0
-    for before, last in operations:
-        for launches in _runs(before, last):
-            parted += _part(graph, launches)
-    return parted
-
-
-def _runs(before: int, last: int) -> list[list[int]]:
-    """The launches of one kernel that follow each other between two nodes of a chain."""
-    chain = [last]
-    while chain[-1] != before:
-        ahead = [node for node, _ in neighbours(_AHEAD, chain[-1])]
-        if before in ahead or not (before or ahead):
-            break  # the operation before this one may have been parted, and end in two launches
-        if len(ahead) != 1:
-            return []
-        chain.append(ahead[0])
-    if chain[-1] == before:
-        return []  # it launched nothing
-    runs = [(name, list(same)) for name, same in itertools.groupby(reversed(chain), kernel_name)]
-    return [launches for name, launches in runs if len(launches) >= _LEAST and _SPLITS_ITS_TENSORS in name]
-
-
-def _part(graph: int, launches: list[int]) -> bool:
-    """Lets every second launch follow the last but one; returns whether it did."""
-    ahead, behind = neighbours(_AHEAD, launches[0]), neighbours(_BEHIND, launches[-1])
-    inner = [neighbours(_BEHIND, node) for node in (*(node for node, _ in ahead), *launches[:-1])]
-    if any(len(found) != 1 for found in inner) or any(odd for found in (ahead, behind, *inner) for _, odd in found):
-        return False
-    new = [(node, launches[1]) for node, _ in ahead] + list(zip(launches, launches[2:], strict=False))
-    new += [(launches[-2], node) for node, _ in behind]
-    # New edges first: with them alone nothing has changed.
-    edit("cuGraphAddDependencies_v2", graph, new)
-    edit("cuGraphRemoveDependencies_v2", graph, list(itertools.pairwise(launches)))
-    return True
 
 
 # -- capture streams, and what belongs to a stream ---------------------------------------------------------------------

@@ -10,7 +10,8 @@ from torch import nn
 
 from graphmod import CUDAGraphModule
 from graphmod.backend import cuda
-from graphmod.backend.cuda import divisible, spread
+from graphmod.backend import nodes as edited
+from graphmod.backend.nodes import divisible, spread
 from graphmod.cuda_driver import call, kernel_name, neighbours, nodes
 from tests.support.harness import config
 
@@ -62,12 +63,12 @@ class Graph:
     def __init__(self, monkeypatch, names):
         self.names, self.edges = dict(enumerate(names, 1)), set(itertools.pairwise(range(1, len(names) + 1)))
         self.kinds = {}
-        monkeypatch.setattr(cuda, "kernel_name", lambda node: self.names[node])
-        monkeypatch.setattr(cuda, "neighbours", self.neighbours)
-        monkeypatch.setattr(cuda, "edit", self.edit)
+        monkeypatch.setattr(edited, "kernel_name", lambda node: self.names[node])
+        monkeypatch.setattr(edited, "neighbours", self.neighbours)
+        monkeypatch.setattr(edited, "edit", self.edit)
 
     def neighbours(self, query, node):
-        ahead = query == cuda._AHEAD
+        ahead = query == edited._AHEAD
         found = [(a if ahead else b, self.kinds.get((a, b), 0)) for a, b in sorted(self.edges) if node in (a, b)]
         found = [(other, kind) for other, kind in found if other != node]
         return found
@@ -251,7 +252,7 @@ def test_what_keeps_launches_in_one_chain_is_said_once_with_the_remedy(lacking, 
     monkeypatch.setitem(sys.modules, "cuda.bindings", None if lacking == "bindings" else bindings)
     stream = types.SimpleNamespace(cuda_stream=0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
-    cuda._say_unparted.cache_clear()
+    cuda._say_unedited.cache_clear()
     for _ in range(3):
         assert cuda.CudaBackend._last_captured(types.SimpleNamespace(device=None, stream=stream)) is None
     (said,) = [one.getMessage() for one in caplog.records]
