@@ -56,11 +56,8 @@ _BUILT_IN = (list, deque, set, dict, OrderedDict, defaultdict)  # other classes 
 _UNCHANGING = (tuple, frozenset)  # where they lie is compared
 _data_ptr, _size, _stride = Tensor.data_ptr, Tensor.size, Tensor.stride
 _requires_grad = operator.attrgetter("requires_grad")
+_grad = operator.attrgetter("grad")
 _ORDINARY = (Tensor, nn.Parameter)
-
-
-def _has_none(leaf: Tensor) -> bool:
-    return leaf.grad is None
 
 
 def put_back(value: Any, items: tuple) -> None:
@@ -425,7 +422,7 @@ class Guards:
                 return f"one {kind.__name__} is gone, or has another class than when it was recorded"
         if list(map(type, self._objects)) != self._kinds:
             return f"{self._of_other_class()} has another class than when it was recorded"
-        if gradients and self._leaves and list(map(_has_none, self._leaves)) != self._absent_gradients:
+        if gradients and self._leaves and [*map(_is, map(_grad, self._leaves), repeat(None))] != self._absent_gradients:
             return "other gradients are there, or absent, than when it was recorded"
         return self._gradient_hooks.changed() if self._leaves else None
 
