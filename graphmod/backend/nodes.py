@@ -140,9 +140,8 @@ def use_kernels(graph: int, stream: torch.cuda.Stream) -> int:
     for node in nodes("cuGraphGetNodes", graph):
         kind = node_type(node)
         operation = make[kind](node, stream.device) if kind in make else None
-        edges = [neighbours(way, node) for way in (_AHEAD, _BEHIND)] if operation is not None else []
-        if operation is not None and not any(odd for found in edges for _, odd in found):
-            wanted.append((node, edges, operation))
+        if operation is not None and not any(odd for way in (_AHEAD, _BEHIND) for _, odd in neighbours(way, node)):
+            wanted.append((node, operation))
     if not wanted:
         return 0
     driver = bindings()
@@ -152,28 +151,32 @@ def use_kernels(graph: int, stream: torch.cuda.Stream) -> int:
         with torch.cuda.stream(stream), torch.no_grad(), without_modes():
             call("cuStreamBeginCapture_v2", stream.cuda_stream, mode)
             try:
-                for *_, operation in wanted:
+                for _, operation in wanted:
                     operation()
             finally:
                 made = call("cuStreamEndCapture", stream.cuda_stream)
         kernels = _chain(int(made))
         if len(kernels) != len(wanted):
             raise RuntimeError(f"{len(wanted)} memsets and copies became {len(kernels)} kernels")
-        for kernel, (node, (ahead, behind), _) in zip(kernels, wanted, strict=True):
-            before = [driver.CUgraphNode(other) for other, _ in ahead]
-            parameters = call("cuGraphKernelNodeGetParams_v2", kernel)
-            new = int(call("cuGraphAddKernelNode_v2", graph, before, len(before), parameters))
-            try:
-                if behind:
-                    edit("cuGraphAddDependencies_v2", graph, [(new, other) for other, _ in behind])
-            except BaseException:  # or it would write whenever it likes
-                call("cuGraphDestroyNode", new)
-                raise
-            call("cuGraphDestroyNode", node)
+        for kernel, (node, _) in zip(kernels, wanted, strict=True):
+            _replace(graph, node, kernel)
     finally:
         if made is not None:
             call("cuGraphDestroy", made)
     return len(wanted)
+
+
+def _replace(graph: int, node: int, kernel: int) -> None:
+    before = [bindings().CUgraphNode(ahead) for ahead, _ in neighbours(_AHEAD, node)]
+    parameters = call("cuGraphKernelNodeGetParams_v2", kernel)
+    new = int(call("cuGraphAddKernelNode_v2", graph, before, len(before), parameters))
+    try:
+        if behind := [(new, after) for after, _ in neighbours(_BEHIND, node)]:
+            edit("cuGraphAddDependencies_v2", graph, behind)
+    except BaseException:  # or it would write whenever it likes
+        call("cuGraphDestroyNode", new)
+        raise
+    call("cuGraphDestroyNode", node)
 
 
 def _chain(graph: int) -> list[int]:

@@ -85,6 +85,23 @@ def test_a_copy_becomes_a_kernel(count):
     assert torch.equal(target, source) and torch.equal(seen, source + 1)
 
 
+def test_fills_and_copies_that_follow_each_other_become_kernels():
+    whole, others = torch.zeros(64, dtype=torch.uint8, device="cuda"), [torch.empty(64).byte().cuda() for _ in range(3)]
+
+    def run(stream):
+        memset(whole, 7, stream)
+        for source, target in zip((whole, *others), others, strict=False):
+            target.copy_(source)
+        memset(whole, 8, stream)
+
+    graph, stream = captured(run)
+    assert node_types(graph.raw_cuda_graph()) == {MEMSET: 2, MEMCPY: 3}
+    assert use_kernels(graph.raw_cuda_graph(), stream) == 5
+    assert node_types(graph.raw_cuda_graph()) == {KERNEL: 5}
+    graph.replay()
+    assert whole.eq(8).all() and all(other.eq(7).all() for other in others)
+
+
 def test_what_cannot_be_replaced_stays():
     host, device = torch.arange(100).pin_memory(), torch.zeros(100, dtype=torch.int64, device="cuda")
     flat = torch.zeros(64, 64, dtype=torch.uint8, device="cuda")
