@@ -4,7 +4,9 @@ lie, whether a launcher started it as one of several processes; and where what i
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import logging
 import os
 import shutil
@@ -173,7 +175,8 @@ def _interrupted(*_: object) -> None:
 @contextmanager
 def loading(silent: bool = False) -> Iterator[None]:
     """Around imports of large libraries: Ctrl-C ends the process with one line, because a KeyboardInterrupt in the
-    middle of an import is a page of traceback, or another error. A missing library is one line too.
+    middle of an import is a page of traceback, or another error. A missing library is one line too. The garbage
+    collector, which would look through all that was imported so far again and again, waits.
 
     Args:
         silent: never tells a terminal, after some seconds, what takes so long.
@@ -182,11 +185,15 @@ def loading(silent: bool = False) -> Iterator[None]:
     telling.daemon = True
     if sys.stderr.isatty() and not silent:
         telling.start()
+    collects = gc.isenabled()
+    gc.disable()
     try:
         with _interruptible():
             yield
     finally:
         telling.cancel()
+        if collects:
+            gc.enable()
 
 
 @contextmanager
@@ -215,6 +222,7 @@ def prepare() -> None:
     """Settings of the process that must be made before PyTorch is imported. Streams that were closed lead nowhere: else
     the next file that is opened would get their number, and what is meant for them."""
     global _closed
+    atexit.register(gc.freeze)  # Python looks for garbage on its way out, which takes a second after such imports
     _closed = _closed or sys.stdout is None
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:

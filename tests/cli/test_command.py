@@ -1,5 +1,6 @@
 """The console command, alone and installed: what it answers before PyTorch is loaded, and from where it runs."""
 
+import gc
 import os
 import shutil
 import subprocess
@@ -200,7 +201,9 @@ def test_a_terminal_is_told_what_takes_seconds(terminal, silent, slow, monkeypat
     monkeypatch.setattr(start, "_SILENCE", 0.05 if slow else 30)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     with start.loading(silent):
+        assert not gc.isenabled()  # it would look through all that is imported, for a fifth of the time
         time.sleep(0.3)
+    assert gc.isenabled()
     assert capsys.readouterr().err == ("loading PyTorch and transformers\n" if terminal and slow and not silent else "")
 
 
