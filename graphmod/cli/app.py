@@ -41,6 +41,7 @@ from graphmod.cli.errors import (
     explain,
     no_choice,
     of_command,
+    schema,
     unknown_flag,
     unknown_key,
     without_name,
@@ -173,14 +174,14 @@ class App:
     folder: Path | None = None
 
     def __post_init__(self) -> None:
-        schema = OmegaConf.structured(self.kind)
-        for node in (schema[name] for name in schema if OmegaConf.is_dict(schema[name])):
+        stored = OmegaConf.structured(self.kind)
+        for node in (stored[name] for name in stored if OmegaConf.is_dict(stored[name])):
             # A part of the user's own (`_target_`) has arguments that no schema knows; `typed` refuses other strangers.
             for one in [node] * ("target" in node) + [
                 node[name] for name in node if OmegaConf.get_type(node, name) is dict
             ]:
                 OmegaConf.set_struct(one, False)
-        ConfigStore.instance().store(f"{self.name}_schema", schema)
+        ConfigStore.instance().store(f"{self.name}_schema", stored)
 
     def run(
         self,
@@ -348,9 +349,7 @@ class App:
         """
         try:
             plain: Any = OmegaConf.to_container(settings, resolve=True) if OmegaConf.is_config(settings) else settings
-            merged = OmegaConf.merge(
-                OmegaConf.structured(self.kind), {k: self._folded(k, v, resumed) for k, v in plain.items()}
-            )
+            merged = OmegaConf.merge(schema(self.kind), {k: self._folded(k, v, resumed) for k, v in plain.items()})
         except OmegaConfBaseException as error:
             raise ConfigError(explain(error, self.kind)) from error
         try:

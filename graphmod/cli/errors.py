@@ -7,6 +7,7 @@ Exit status: 0 all went well, 1 something failed, 2 the command line, a config, 
 import atexit
 import dataclasses
 import errno
+import functools
 import os
 import re
 import signal
@@ -16,7 +17,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
@@ -70,6 +71,12 @@ _OF_DECODING = {"graph": {"decode"}}
 # Those of Hydra that are installed apart.
 _PLUGINS = {"hydra/launcher": ("joblib", "ray", "rq", "submitit"), "hydra/sweeper": ("ax", "nevergrad", "optuna")}
 _HF_FILES = (".arrow", ".csv", ".json", ".jsonl", ".ndjson", ".parquet", ".tsv")
+
+
+@functools.cache
+def schema(kind: type) -> DictConfig:
+    """The settings of a kind with their types and defaults; nobody changes them, and `OmegaConf.merge` takes a copy."""
+    return OmegaConf.structured(kind)
 
 
 def setting_names(kind: type = RunConfig, prefix: str = "") -> list[str]:
@@ -190,11 +197,10 @@ def _advice(name: str, value: str | None, kind: type) -> str:
     if "=" in name:
         return f" Write {name}"
     if "." in name and not name.startswith("hydra."):
-        settings = OmegaConf.structured(kind)
         try:
-            OmegaConf.merge(settings, OmegaConf.from_dotlist([f"{name}={value}"]))
+            OmegaConf.merge(schema(kind), OmegaConf.from_dotlist([f"{name}={value}"]))
         except (OmegaConfBaseException, YAMLError):
-            known = type(OmegaConf.select(settings, name))
+            known = type(OmegaConf.select(schema(kind), name))
             if not issubclass(known, StrEnum):
                 return ""
             return f" Write {name}=VALUE with one of: {', '.join(known)}"
@@ -328,7 +334,7 @@ def _reason(error: BaseException, kind: type) -> str:
         whole = re.fullmatch(r"(-?\d+)\.0", wrong[1]) if wrong[2] == "Integer" else None  # 1e3, as Hydra read it
         return f"{key} must be {_KINDS[wrong[2]]}, " + (f"such as {whole[1]}" if whole else f"got {wrong[1]!r}")
     elif "is not a ListConfig" in reason:
-        like = as_yaml([*(OmegaConf.select(OmegaConf.structured(kind), key) or [inner.value])]).replace(" ", "")
+        like = as_yaml([*(OmegaConf.select(schema(kind), key) or [inner.value])]).replace(" ", "")
         reason = f"{inner.value!r} is not a list; write it as '{key}={like}'"
     elif "is not a subclass of" in reason:
         reason = f"{inner.value!r} is not a set of settings; {key!r} is a group: write {key}=CHOICE"
@@ -344,7 +350,7 @@ def _reason(error: BaseException, kind: type) -> str:
 
 def _expected(key: str, kind: type) -> str:
     """What a setting may be, in words."""
-    default = OmegaConf.select(OmegaConf.structured(kind), key)
+    default = OmegaConf.select(schema(kind), key)
     if isinstance(default, StrEnum):
         return f"one of {', '.join(type(default))}"
     return _KINDS.get(type(default).__name__, "a value")
