@@ -10,6 +10,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, before
 import pytest
 import torch
 
+import tests.support.without_waits  # noqa: F401
 from graphmod.cli.app import parse
 from graphmod.train.step import TrainStep
 from tests.support import stream_rules

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+import tests.support.without_waits  # noqa: F401 in the processes, too
 from tests.support.settings import ROOT
 
 PRELOADED = ["graphmod.cli.job", "graphmod.cli.decode", "graphmod.decode", "graphmod.check.cli"]
