@@ -382,8 +382,8 @@ class DecodeEngine:
                 if self.prefill is not None:
                     self.prefill.reset()
                 self.memory.release()
-                gc.collect()
                 if self.device.type == "cuda":
+                    gc.collect()
                     torch.cuda.empty_cache()
 
     def resume(self) -> None:
