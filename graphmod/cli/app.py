@@ -295,7 +295,7 @@ class App:
         choices = sorted(file.stem for file in (CONFIGS / bare).glob("*.yaml"))
         if other := {*value.split(",")} & {*choices} - {*of_command(bare, choices, self.kind)}:
             raise ConfigError(no_choice(bare, min(other), choices, self.kind))
-        if choices and override != "experiment=null":  # Hydra has no words for a choice that is no text
+        if choices:  # Hydra has no words for a choice that is no text
             value = re.sub(_NO_TEXT, lambda found: quoted(found[0]), value)
         return f"{key}={value}"
 

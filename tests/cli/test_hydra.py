@@ -292,6 +292,15 @@ def test_parameters_of_the_sweeper_make_jobs(run, tmp_path):
     assert {path.parent.name for path in tmp_path.glob("swept/*/result.json")} == {"none", "full_iteration"}
 
 
+def test_a_multirun_has_a_run_without_the_experiment_too(run, tmp_path):
+    (tmp_path / "own" / "experiment").mkdir(parents=True)
+    (tmp_path / "own" / "experiment" / "short.yaml").write_text("# @package _global_\ntrain:\n  log_every: 2\n")
+    swept = ["-cd", "own", "-m", "experiment=none,short", *SMALL, "graph=none", "hydra.sweep.dir=swept"]
+    assert run(*swept)[0] == 0
+    assert {path.parent.name for path in tmp_path.glob("swept/*/result.json")} == {"none", "short"}
+    assert "did you mean experiment=none?" in run("-m", "experiment=null,measure_124m")[2]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
 def test_jobs_of_other_launchers_are_compared(tmp_path, launcher):
@@ -337,7 +346,7 @@ def test_a_config_tree_of_ones_own_finds_the_groups_too(run, tmp_path):
     assert run("-cd", "own", "-cn", "mine", "--cfg", "job", "-p", "train.steps")[1] == "5\n"
     assert run("-cp", "own", "-cn", "mine", "--cfg", "job", "-p", "train.eval_every")[1] == "100\n"
     assert run("hydra.searchpath=[file://own]", "model=small", "--cfg", "job", "-p", "model.layers")[1] == "4\n"
-    assert "experiment: measure_124m, quick" in run("-cd", "own", "--help")[1]
+    assert "experiment: measure_124m, none (default), quick" in run("-cd", "own", "--help")[1]
     status, _, said = run("-cd", "own", "experiment=quck")
     assert status == 2 and "did you mean experiment=quick?" in said
     (tmp_path / "own" / "experiment" / "quick.yaml").write_text("# @package _global_\ntrain:\n  stepz: 3\n")
