@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,8 +31,9 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobStatus
 from hydra.errors import HydraException, OverrideParseException
 from hydra.experimental.callback import Callback
+from hydra.plugins.completion_plugin import CompletionPlugin
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -392,22 +394,32 @@ def _is_quoted(override: str, value: str) -> bool:
 
 @contextmanager
 def _as_main(argv: list[str], kind: type) -> Iterator[None]:
-    """Inside, Hydra finds these arguments, completes the choices of the command with settings of this kind, and leaves
-    errors to who called it. It has a variable of the environment for that, which processes that are started would find,
-    too."""
+    """Inside, Hydra finds these arguments, completes choices and values of the command with settings of this kind, and
+    leaves errors to who called it. It has a variable of the environment for that, which processes that are started
+    would find, too."""
     arguments, report, options = sys.argv, hydra_utils.run_and_report, ConfigLoaderImpl.get_group_options
+    matches = CompletionPlugin._get_matches
 
     def of_this_command(loader: ConfigLoaderImpl, group_name: str, *args: Any, **settings: Any) -> list[str]:
         return of_command(group_name, options(loader, group_name, *args, **settings), kind)
 
+    def with_all_values(config: Container, word: str) -> list[str]:
+        """Hydra completes a setting with the value that it has; one with a few has all of these."""
+        key, equals, begun = word.partition("=")
+        known = type(OmegaConf.select(config, key)) if equals else str
+        if issubclass(known, StrEnum):
+            return [f"{key}={one}" for one in known if one.startswith(begun)]
+        return matches(config, word)
+
     pass_on: Any = operator.call  # no frame of ours, by which errors of Hydra are told apart
     sys.argv, hydra_utils.run_and_report = [arguments[0], *argv], pass_on
     ConfigLoaderImpl.get_group_options = of_this_command
+    CompletionPlugin._get_matches = staticmethod(with_all_values)
     try:
         yield
     finally:
         sys.argv, hydra_utils.run_and_report = arguments, report
-        ConfigLoaderImpl.get_group_options = options
+        ConfigLoaderImpl.get_group_options, CompletionPlugin._get_matches = options, staticmethod(matches)
 
 
 @contextmanager

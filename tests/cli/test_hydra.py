@@ -421,7 +421,9 @@ def test_hydra_full_error_shows_where_an_error_came_from(tmp_path):
         ("graphmod compare model=ll", {"model=llama_124m", "model=llama_deep", "model=llama_tiny"}),
         ("graphmod generate decode=", {"decode=greedy", "decode=model", "decode=sample"}),
         ("graphmod train optim.learning", {"optim.learning_rate="}),
-        ("graphmod train graph.compile=", {"graph.compile=none"}),
+        ("graphmod train graph.compile=", {"graph.compile=default", "graph.compile=max", "graph.compile=none"}),
+        ("graphmod train train.precision=bf", {"train.precision=bf16", "train.precision=bf16_mixed"}),
+        ("graphmod train train.steps=", {"train.steps=500"}),
         ("graphmod check my_lo", set()),
     ],
 )
