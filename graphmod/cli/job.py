@@ -376,6 +376,7 @@ class Start:
         point: where it starts; None for one that only checks.
         resumed: it has the settings of the run that it resumes.
         held: the lock of its folder.
+        made: there was no such folder before.
     """
 
     config: RunConfig
@@ -383,6 +384,7 @@ class Start:
     resumed: bool
     held: ExitStack
     folder: Path
+    made: bool = False
 
     @property
     def plain(self) -> dict[str, Any]:
@@ -417,7 +419,7 @@ def started(cfg: DictConfig, job: Job) -> Iterator[Start]:
     settings, changed = job_settings(_anchored(cfg, job.cwd), job.overrides)
     config = parse(settings)
     with ExitStack() as held:
-        start = Start(config, None, isinstance(settings, dict), held, job.folder)
+        start = Start(config, None, isinstance(settings, dict), held, job.folder, not job.folder.exists())
         if not config.graph.check:
             # What lies beside a folder that was named is other jobs, which may be running.
             beside = job.alone and not job.named
@@ -492,7 +494,7 @@ def run_job(cfg: DictConfig, job: Job, start: Start | None = None, failed: Excep
             try:
                 launch(_told(found, job), count)
             except JobFailed:
-                forget(found.folder, LOG_FILE)
+                forget(found.folder, LOG_FILE, found.made)
                 raise
             return found.folder
     except JobFailed as error:

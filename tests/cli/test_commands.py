@@ -16,6 +16,7 @@ from graphmod.cli.errors import JobFailed
 from graphmod.cli.job import Job, run_job
 from graphmod.cli.settings import model_folder
 from graphmod.cli.start import OutputError
+from graphmod.cli.train import main
 from graphmod.errors import ConfigError
 from graphmod.train.folders import FORMAT, OtherFormat
 from graphmod.train.result import RunResult
@@ -46,6 +47,20 @@ def test_a_launcher_of_one_process_is_not(size, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", size)
     assert generation.main(["--help"]) == 0
     assert "model.path=" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_ranks_that_refuse_a_run_leave_a_folder_only_where_there_was_one(there, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise JobFailed("no")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("graphmod.cli.launch.launch", refuse)
+    folder = tmp_path / "mine"
+    if there:
+        folder.mkdir()
+    assert main([*TINY, "parallel=ddp", "parallel.gpus=2", "hydra.run.dir=mine"]) == 1
+    assert folder.exists() == there and not (there and any(folder.iterdir()))
 
 
 def test_an_output_that_takes_nothing_is_not_blamed_on_the_folder(text, tmp_path, monkeypatch, capsys):
