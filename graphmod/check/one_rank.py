@@ -22,9 +22,8 @@ from torch import distributed
 from torch.distributed import device_mesh, distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from graphmod.check.cli import checked_as_given, parser
+from graphmod.check.cli import Unusable, checked_as_given, outcome_of, parser
 from graphmod.check.meeting import Meeting, objects_exchanged
-from graphmod.check.ranks import Unusable, outcome_of
 from graphmod.errors import ConfigError
 from graphmod.torch_private import register_comm_hook
 from graphmod.trace.dispatch import current, hidden

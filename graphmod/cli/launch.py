@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import graphmod
-from graphmod.check.ranks import environment, free_port
+from graphmod.check.cli import environment, free_port
 from graphmod.cli.errors import JobFailed
 from graphmod.train.ranks import Ranks
 from graphmod.train.run import stop_signals

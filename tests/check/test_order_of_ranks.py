@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from graphmod.check import Finding, Report, one_rank, ranks
+from graphmod.check import Finding, Report, cli, one_rank
 from graphmod.check.cli import main
 from graphmod.check.meeting import Collective
 from graphmod.check.order import Way, divergences
@@ -194,8 +194,8 @@ def test_a_rank_that_fails_ends_the_others(tmp_path, monkeypatch, capsys):
     (tmp_path / "with_no_data.py").write_text('def fails():\n    raise ValueError("no data")\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(ranks.subprocess, "Popen", Process)
-    monkeypatch.setattr(ranks, "_OTHERS", 0.1)
+    monkeypatch.setattr(cli.subprocess, "Popen", Process)
+    monkeypatch.setattr(cli, "_OTHERS", 0.1)
     monkeypatch.setattr(one_rank, "pretend", lambda store, meeting: None)  # which changes this process for good
     status = main(["with_no_data:fails", "--ranks", "2"])
     out, err = capsys.readouterr()
