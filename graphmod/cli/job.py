@@ -53,7 +53,7 @@ from graphmod.train.resume import (
     run_of,
     with_changes,
 )
-from graphmod.train.run import Aborted, train
+from graphmod.train.run import CHECK_FILE, Aborted, check_training, train
 from graphmod.train.settings import DeviceName, ParallelMode, RunConfig, plain_config
 from graphmod.words import as_yaml
 
@@ -459,8 +459,6 @@ def _say_stopped(result: RunResult, folder: Path, job: Job) -> None:
 
 def _check_step(config: RunConfig, folder: Path) -> Path:
     """Only says what would keep the step out of graphs; raises SystemExit where something would."""
-    from graphmod.train.check import CHECK_FILE, check_training
-
     report = check_training(config, folder)
     tell(f"{report}\n  written to {folder / CHECK_FILE}")
     if not report.captured:

@@ -1,5 +1,6 @@
 """One training run from its settings to its numbers. Everything under `train/` meets here and nowhere else."""
 
+import functools
 import os
 import signal
 import sys
@@ -10,7 +11,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,7 @@ from graphmod.train.device import device_name, isolated, pick_device
 from graphmod.train.display import Display, Journal, beside_bar, events_fail_once, log, opening
 from graphmod.train.fitting import fitted, has_layers, own_parts
 from graphmod.train.folders import CHECKPOINTS, checkpoints, require_whole
-from graphmod.train.loss import count_targets_of, weighted_mean
+from graphmod.train.loss import count_targets_of, criterion_of, weighted_mean
 from graphmod.train.metrics import GIB, Metrics, open_loggers
 from graphmod.train.model import autocast_dtype, dims_of, model_config, weights_dtype
 from graphmod.train.optim import build_optimizer, learning_rates
@@ -49,8 +50,10 @@ from graphmod.train.resume import (
 from graphmod.train.settings import LOCAL, NonFinite, Precision, RunConfig, Scope, plain_config
 from graphmod.train.step import TrainStep, microbatches, on_device, shapes, warmup_steps
 from graphmod.train.targets import in_words, is_own, named, passes_on
+from graphmod.wrap.layers import edge_modules
 
 if TYPE_CHECKING:
+    from graphmod.check.report import Report
     from graphmod.train.auto import AutoScope
 
 # -- SIGINT, SIGTERM and SIGHUP as a wish that the loop grants after the step it is in ---------------------------------
@@ -695,3 +698,61 @@ def train(
     """
     with claimed(config, run_dir) if point is None else nullcontext(point) as start:
         return _train(config, start, ranks, say)
+
+
+# -- the check of the step that a run is told to make, in place of training --------------------------------------------
+
+CHECK_FILE = "check.json"
+
+
+def check_training(config: RunConfig, folder: Path) -> "Report":
+    """Checks the step of a run with these settings, and writes `check.json` into its folder.
+
+    The run's own parts are built as for training, and its first batch is trained on, on weights that nobody keeps. Code
+    is checked as it is before torch.compile (`graph.compile`), which compiles what is captured.
+
+    Raises:
+        ConfigError: nothing is to be captured, or the data or model cannot be used.
+        GraphmodError: the folder cannot be written to.
+    """
+    scope = Scope.full_iteration if config.graph.auto else config.graph.scope
+    if scope is Scope.none:
+        raise ConfigError("graph.check=true with graph=none: nothing is captured; choose per_layer or full_iteration")
+    corpus = load_data(config)
+    dims = model_config(config.model, corpus.vocab_size, corpus.length)
+    device = pick_device(config.train.device)
+    with isolated(device, config.train.seed, config.train.deterministic):
+        batches = make_batches(config, corpus, device, dims)
+        plain = replace(config, graph=replace(config.graph, compile=CompileMode.none))
+        model, loss_fn = fitted(plain, corpus, dims, batches, device)
+        step = step_maker(plain, model, device, loss_fn)(Scope.none)
+        report = _of_step(step, step._stage(batches.sampler(0)), scope)
+        report.on_gpu = []  # there the run builds its optimizer for a GPU
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CHECK_FILE).write_text(report.to_json() + "\n")
+    except OSError as error:
+        raise GraphmodError(f"cannot write to {folder}: {error.strerror}") from error
+    return report
+
+
+def _of_step(step: TrainStep, batch: Any, scope: Scope) -> "Report":
+    from graphmod.check.run import check_call, check_layers  # which no training loads
+
+    iteration = step.iteration
+    if scope is Scope.full_iteration:
+        report = check_call(iteration.run, batch, timeout=0)  # the first rank checks alone
+        report.name = "train step"
+        return report
+    layers, others = step._layers(), {}
+    if step.config.optimizer:
+        layers = [*layers, *edge_modules(step.model, layers)]
+        criterion = criterion_of(iteration.loss_fn)
+        if criterion is not None:
+            held = SimpleNamespace(criterion=criterion)  # which the check exchanges for what it watches
+            iteration.loss_fn = functools.partial(
+                iteration.loss_fn, criterion=lambda *args, **kwargs: held.criterion(*args, **kwargs)
+            )
+            others["loss"] = held, "criterion"
+        others["optimizer step"] = iteration, "update"
+    return check_layers(step.model, layers, lambda: iteration.run(batch), others=others, name="train step")

@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM
 from graphmod.cli.settings import model_folder
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.batches import ShuffledEpochs
-from graphmod.train.check import check_training
 from graphmod.train.optim import learning_rates
-from graphmod.train.run import train
+from graphmod.train.run import check_training, train
 from graphmod.train.settings import DataConfig, ModelConfig, Source, check
 from tests.support import my_parts
 from tests.support.settings import ROOT
