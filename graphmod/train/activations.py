@@ -20,15 +20,9 @@ from graphmod.wrap.layers import find_layers
 
 
 class Recomputed:
-    """A layer's forward that keeps its arguments and runs again in the backward.
-
-    Args:
-        random: it draws random numbers. The second run must use those of the first. For that the generator's state is
-            kept and set; in a call that is captured, which can do neither, what was drawn.
-
-    Attributes:
-        forward: what runs twice; it may be exchanged, by compiled code say.
-    """
+    """A layer's forward that keeps its arguments and runs again in the backward. Where it draws random numbers, the
+    second run must use those of the first. For that the generator's state is kept and set; in a call that is captured,
+    which can do neither, what was drawn. `forward` may be exchanged, by compiled code say."""
 
     def __init__(self, forward: Callable, random: bool) -> None:
         self.forward, self._random = forward, random
@@ -57,16 +51,9 @@ def draws_random_numbers(model: nn.Module) -> bool:
 
 
 def recompute_activations(model: nn.Module, compiled: bool = False) -> nn.Module:
-    """Lets each decoder layer keep its arguments only and run its forward again in the backward; returns the model.
-
-    In a graph, a layer with dropout keeps also what its random operations gave.
-
-    Args:
-        compiled: the layers will be compiled.
-
-    Raises:
-        ConfigError: layers that draw random numbers are to be compiled: generated code draws anew when it runs again.
-    """
+    """Lets each decoder layer keep its arguments only and run its forward again in the backward; returns the model. In
+    a graph, a layer with dropout keeps also what its random operations gave. Raises ConfigError where layers that draw
+    random numbers will be `compiled`: generated code draws anew when it runs again."""
     if compiled and draws_random_numbers(model):
         raise ConfigError(DRAWS_IN_COMPILED_CODE)
     # Code of one's own may call dropout as a function, with a probability that nobody else knows.

@@ -29,13 +29,8 @@ _ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropou
 
 
 def unavailable(device: torch.device, precision: Precision, dims: Any = None) -> str | None:
-    """Why it cannot be used, or None.
-
-    Args:
-        device: of the run.
-        precision: of the run.
-        dims: the transformers config of the model; None where it is not known yet.
-    """
+    """Why it cannot be used, or None; `dims` is the transformers config of the model, None where it is not known
+    yet."""
     if device.type != "cuda":
         return "it needs a GPU"
     if not _KNOWN >= _NEEDED:
@@ -58,17 +53,8 @@ def unavailable(device: torch.device, precision: Precision, dims: Any = None) ->
 def choose_attention(
     wanted: PackingAttention, device: torch.device, precision: Precision, dims: Any
 ) -> PackingAttention:
-    """What `data.packing_attention` stands for, `mask` or `varlen`.
-
-    Args:
-        wanted: the setting.
-        device: of the run.
-        precision: of the run.
-        dims: the transformers config of the model.
-
-    Raises:
-        ConfigError: it was asked for and cannot be used; the message says why.
-    """
+    """What `data.packing_attention` stands for, `mask` or `varlen`, with a model of this transformers config. Raises
+    ConfigError where varlen was asked for and cannot be used; the message says why."""
     if wanted is PackingAttention.mask:
         return wanted
     why = unavailable(device, precision, dims)
@@ -92,13 +78,10 @@ def within_documents(
         bounds: (documents + 1,) int32 on the device: where each document begins in the B * S tokens, B * S for those
             that are not there and at the end. No document reaches over the end of a row.
         scaling: of the scores; None means 1 / sqrt(head_dim).
-        dropout: must be 0.
+        dropout: must be 0, else ConfigError is raised.
 
     Returns:
         (B, S, heads, head_dim) in the dtype of `value`, or that of autocast.
-
-    Raises:
-        ConfigError: there is dropout.
     """
     if dropout:
         raise ConfigError(f"varlen attention has no dropout, got {dropout}; use data.packing_attention=mask")
@@ -185,11 +168,7 @@ def _refuse_unknown(kwargs: dict[str, Any]) -> None:
 
 
 class Unknown(ConfigError):
-    """An attention is asked for something that `causal_sdpa` does not compute.
-
-    Args:
-        names: of it.
-    """
+    """An attention is asked for something, by these names, that `causal_sdpa` does not compute."""
 
     def __init__(self, names: list[str]) -> None:
         super().__init__(
@@ -261,11 +240,7 @@ def use_static_causal_attention(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _rules(model: PreTrainedModel) -> list[tuple[nn.Module, Rule]]:
-    """Its attention modules, and what each of them sees.
-
-    Raises:
-        ConfigError: that is not understood.
-    """
+    """Its attention modules, and what each of them sees. Raises ConfigError where that is not understood."""
     text = model.config.get_text_config()
     reach = getattr(text, "max_position_embeddings", None) or _REACH
     found: dict[int, tuple[nn.Module, Rule]] = {}

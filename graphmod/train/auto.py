@@ -32,10 +32,8 @@ class Trial:
     """What a scope did.
 
     Attributes:
-        scope: its name.
         ms: milliseconds a step, the median of those timed, at least `MEASURED`; none of them captured.
         ms_p95: their 95th percentile.
-        capture_seconds: spent capturing.
         failed: why it does not count, or None.
     """
 
@@ -48,11 +46,8 @@ class Trial:
 
 def candidates(compiled: bool, layers: bool = True) -> list[Scope]:
     """The scopes to try, the eager one first. Where others compile the whole, layers compiled one by one round
-    differently, so that choosing them would change the numbers.
-
-    Args:
-        layers: whether the model has layers that can be captured one by one.
-    """
+    differently, so that choosing them would change the numbers; a model may have no `layers` to be captured one by
+    one."""
     by_layer = [Scope.per_layer] if layers and not compiled else []
     return [Scope.none, *by_layer, Scope.full_iteration]
 
@@ -68,15 +63,11 @@ class AutoScope:
     Args:
         make: builds the step of a scope, around one and the same model and optimizer.
         scopes: to try, in order; the first is the eager one.
-        warmup_steps: of the graphs.
         steps: of the run that are left.
         ranks: of the run; all go by what the first one measures.
 
     Attributes:
-        step: the present one.
-        trials: those that are over.
         chosen: the scope that is kept; None while it is being measured.
-        reason: why, in words.
         notes: what else one must know to rely on what was measured, in words.
         began: trial steps done when the present step was built.
     """

@@ -46,11 +46,8 @@ from graphmod.words import counted
 
 
 def split(corpus: Corpus, data: DataConfig) -> tuple[Tensor, Tensor]:
-    """The training tokens and, from the end of the corpus, the evaluation tokens (empty with eval_fraction=0).
-
-    Raises:
-        ConfigError: one of them is shorter than a single window.
-    """
+    """The training tokens and, from the end of the corpus, the evaluation tokens (empty with eval_fraction=0). Raises
+    ConfigError where one of them is shorter than a single window."""
     kept = int(len(corpus.tokens) * data.eval_fraction)
     training, evaluation = corpus.tokens[: len(corpus.tokens) - kept], corpus.tokens[len(corpus.tokens) - kept :]
     needed = data.seq_len + 1
@@ -90,14 +87,9 @@ def _trained_before(tokens: Tensor) -> np.ndarray:
 
 
 def window_starts(tokens: Tensor, length: int) -> np.ndarray:
-    """Where windows of `length` inputs and, shifted by one, targets begin: each token but the first is a target.
-
-    The last window overlaps the one before it where the tokens end. Windows in which there is nothing to train on are
-    left out.
-
-    Raises:
-        ConfigError: that is all of them.
-    """
+    """Where windows of `length` inputs and, shifted by one, targets begin: each token but the first is a target. The
+    last window overlaps the one before it where the tokens end. Windows in which there is nothing to train on are left
+    out. Raises ConfigError where that is all of them."""
     last = len(tokens) - 1 - length
     starts = np.unique(np.append(np.arange(0, last + 1, length), last))
     if has_masks(tokens):
@@ -136,14 +128,7 @@ ALL = Place()
 
 
 class Sampler:
-    """Things one after the other, in the order of `ShuffledEpochs`; so many for each step and rank.
-
-    Args:
-        count: of the things.
-        rows: that a step of one rank takes.
-        seed: of the order.
-        place: of this rank.
-    """
+    """Things one after the other, in the order of `ShuffledEpochs`; `rows` of `count` for each step and rank."""
 
     def __init__(self, count: int, rows: int, seed: int, place: Place = ALL) -> None:
         self._order, self._rows, self._place = ShuffledEpochs(count, seed), rows, place
@@ -164,15 +149,8 @@ class Sampler:
 
 
 class WindowSampler(Sampler):
-    """Windows of one row of tokens.
-
-    Args:
-        tokens: (N,) of any integer dtype, N at least seq_len + 1.
-        shape: (A, B, S), microbatches, sequences and tokens.
-        seed: of the order.
-        place: of this rank.
-        documents: (N,), of packed documents the number of each token's.
-    """
+    """Windows of one row of tokens (N,), N at least S + 1, in batches of `shape` (A, B, S); of packed documents,
+    `documents` has the number of each token's."""
 
     def __init__(
         self,
@@ -217,15 +195,9 @@ _AHEAD = 3  # batches, at most
 
 @contextmanager
 def prefetched(make: Callable[[int], Any], steps: Iterable[int], *, pin: bool = False) -> Iterator[Iterator[Any]]:
-    """`make(step)` for each of the given steps, made ahead of time by a thread, which ends with this context.
-
-    An exception of `make` is raised where the batch would have come.
-
-    Args:
-        make: from a step to its batch.
-        steps: the steps, in order.
-        pin: put the batches into pinned memory, from where a GPU copies without stalling the host.
-    """
+    """`make(step)` for each of the given steps, made ahead of time by a thread, which ends with this context, and with
+    `pin` put into pinned memory, from where a GPU copies without stalling the host. An exception of `make` is raised
+    where the batch would have come."""
     left, ahead = iter(steps), deque()
 
     def ready(step: int) -> Any:
@@ -255,31 +227,16 @@ def prefetched(make: Callable[[int], Any], steps: Iterable[int], *, pin: bool = 
 def padded_next_token_loss(
     model: nn.Module, tokens: Tensor, criterion: Criterion = mean_cross_entropy, forward: Forward = transformers_logits
 ) -> Tensor:
-    """Mean cross entropy, in nats per token, over the targets that are neither padding nor only read.
-
-    Args:
-        model: a transformers causal LM, or what `forward` calls.
-        tokens: (B, S + 1) int64, padding at the end of rows; tokens that are only read as their complement.
-        criterion: the loss of logits and targets.
-        forward: from model and tokens to logits; `own_logits` for models that are not of transformers.
-
-    Raises:
-        ValueError: `tokens` have another dtype or number of dimensions.
-    """
+    """Mean cross entropy, in nats per token, over the targets that are neither padding nor only read; the arguments are
+    those of `next_token_loss`, padding at the end of rows and tokens that are only read as their complement."""
     require_tokens(tokens)
     return criterion(forward(model, inputs_of(tokens[:, :-1])), targets_of(tokens[:, 1:]))
 
 
 def cut(starts: np.ndarray, end: int, longest: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cuts documents into pieces of at most `longest` + 1 tokens; a piece begins with the last token of the one before.
-
-    Args:
-        starts: of the documents, ascending.
-        end: of the last one.
-
-    Returns:
-        Start and length of each piece; those of a single token, in which there is nothing to predict, are left out.
-    """
+    """Cuts documents that begin at `starts` into pieces of at most `longest` + 1 tokens, each of which begins with the
+    last token of the one before. Returns start and length of each piece; those of a single token, in which there is
+    nothing to predict, are left out."""
     predictions = np.diff(starts, append=end) - 1
     counts = -(-predictions // longest)
     numbers = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
@@ -291,15 +248,13 @@ class BucketSampler(Sampler):
     """Pieces of documents in the bucket they fit, each once in an epoch; a pure function of (seed, step).
 
     A batch that its bucket's pieces do not fill is filled up with more of them. Pieces in which there is nothing to
-    train on are left out.
+    train on are left out. All ranks have the same bucket in a step.
 
     Args:
         tokens: (N,) of any integer dtype.
         starts: where documents begin in `tokens`, ascending, the first at 0.
         buckets: lengths in tokens, ascending.
         shape: (A, B): microbatches, and rows of the longest bucket.
-        seed: of the order.
-        place: of this rank. All ranks have the same bucket in a step.
 
     Raises:
         ConfigError: there is no document of two tokens.
@@ -397,12 +352,8 @@ def positions(documents: Tensor) -> Tensor:
 
 
 def document_bounds(documents: Tensor, most: int) -> Tensor:
-    """(B * most + 1,) int32: where each document begins in the B * S tokens, row after row; B * S from the last on.
-
-    Args:
-        documents: (B, S), the document of each token.
-        most: documents that a row may have.
-    """
+    """(B * most + 1,) int32: where each document begins in the B * S tokens, row after row, from the document of each
+    token (B, S); B * S from the last on. A row has at most `most` documents."""
     so_far = _begins(documents).flatten().cumsum(0)
     wanted = torch.arange(1, documents.shape[0] * most + 2, device=documents.device)
     return torch.searchsorted(so_far, wanted, out_int32=True)
@@ -430,7 +381,6 @@ def packed_next_token_loss(
         model: a transformers causal LM with the attention of `train/attention.py`.
         rows: (2 B, S + 1) int64, tokens over document numbers.
         most: documents that a row may have, for attention that is given their bounds; None gives it a mask.
-        criterion: the loss of logits and targets.
     """
     tokens, documents = rows.chunk(2)
     seen, inputs = documents[:, :-1], inputs_of(tokens[:, :-1])
@@ -491,17 +441,12 @@ class Items:
     """The data of a run that one's own data set holds.
 
     Attributes:
-        name: under which it was asked for.
         fingerprint: number of items, and a checksum of some of them.
         count, held_out: of all items, and of those at the end that are evaluated on.
         vocab_size: every token is below it; None where the data set does not say.
         tokenizer: the transformers tokenizer of the data set, or None.
         length: tokens of an item that the model sees: of its first part of whole numbers; 1 without any.
         loss_fn: the loss that goes with the form of the items; None where none does.
-
-    Args:
-        data: checked settings, with `target`.
-        seed: torch's random state while the data set is made.
 
     Raises:
         ConfigError: the data set cannot be made, is none with `len` and `[]`, has too few items, or an item that is no
@@ -553,11 +498,8 @@ class Items:
         return count
 
     def read(self, index: int) -> dict[Any, Tensor]:
-        """The parts of an item, as `parts_of` names them.
-
-        Raises:
-            ConfigError: it cannot be read, or does not consist of tensors on the host.
-        """
+        """The parts of an item, as `parts_of` names them. Raises ConfigError where it cannot be read, or does not
+        consist of tensors on the host."""
         try:
             item = self._items[index]
         except Exception as error:
@@ -616,18 +558,8 @@ class Items:
         return f"{counted(self.count, 'item')} of {self.name}, each {described(self._parts)}"
 
     def batch(self, chosen: np.ndarray, shape: tuple[int, int]) -> Any:
-        """The items with these numbers in one batch of their form.
-
-        Args:
-            chosen: (A * B,).
-            shape: (A, B).
-
-        Returns:
-            Each tensor is (A, B, ...).
-
-        Raises:
-            ConfigError: they have different shapes, or a token is not below `vocab_size`.
-        """
+        """The items with these numbers, (A * B,), in one batch of their form, each tensor (A, B, ...), `shape` being
+        (A, B). Raises ConfigError where they have different shapes, or a token is not below `vocab_size`."""
         indices = chosen.tolist()
         read = [self.read(index) for index in indices]
         first = _form(read[0])
@@ -673,14 +605,8 @@ def _form(parts: dict[Any, Tensor]) -> list[tuple]:
 
 
 class ItemSampler(Sampler):
-    """Batches of items, in the order of `ShuffledEpochs`; the last ones, which are held out, are not among them.
-
-    Args:
-        items: of the run.
-        shape: (A, B), microbatches and items of each.
-        seed: of the order.
-        place: of this rank.
-    """
+    """Batches of items (A, B), in the order of `ShuffledEpochs`; the last ones, which are held out, are not among
+    them."""
 
     def __init__(self, items: Items, shape: tuple[int, int], seed: int, place: Place = ALL) -> None:
         super().__init__(items.count - items.held_out, shape[0] * shape[1], seed, place)
@@ -705,11 +631,8 @@ Data = Corpus | Items
 
 
 def load_data(config: RunConfig) -> Data:
-    """The data of a run, on the host; enough for one sequence to train on, and one to evaluate on.
-
-    Raises:
-        ConfigError: it cannot be read, or is too short.
-    """
+    """The data of a run, on the host; enough for one sequence to train on, and one to evaluate on. Raises ConfigError
+    where it cannot be read, or is too short."""
     if config.data.source is Source.custom:
         return Items(config.data, config.train.seed)
     corpus = load_corpus(config.data, config.model, config.train.seed)
@@ -750,18 +673,9 @@ def _packed_loss(config: RunConfig, starts: list[Tensor], device: torch.device, 
 
 
 def make_batches(config: RunConfig, corpus: Data, device: torch.device, dims: Any, place: Place = ALL) -> Batches:
-    """The batches of a run; evaluation has batches only with `train.eval_every`.
-
-    Args:
-        config: checked settings.
-        corpus: the data.
-        device: of the run.
-        dims: the transformers config of the model.
-        place: of this rank; the evaluation has the batches of all.
-
-    Raises:
-        ConfigError: the data is too short, or `data.packing_attention` cannot be used.
-    """
+    """The batches of a run: of this rank, and those of an evaluation, which has the batches of all, and none without
+    `train.eval_every`. `dims` is the transformers config of the model. Raises ConfigError where the data is too short,
+    or `data.packing_attention` cannot be used."""
     data, train = config.data, config.train
     count = train.eval_batches if train.eval_every else 0
     if isinstance(corpus, Items):

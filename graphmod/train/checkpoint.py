@@ -86,11 +86,7 @@ _KIND = "format"
 
 def save_plain(weights: Mapping[str, Tensor], file: Path) -> None:
     """Writes `weights`, of which those that are the same memory are written once; `safetensors.torch.load_model` reads
-    them.
-
-    Raises:
-        GraphmodError: something in it is no tensor.
-    """
+    them. Raises GraphmodError where something in it is no tensor."""
     kept: dict[str, Tensor] = {}
     tied, known = {}, {}
     for name, value in weights.items():
@@ -142,17 +138,8 @@ def _state(step: TrainStep) -> dict[str, Tensor]:
 
 
 def save_shards(folder: Path, step: TrainStep, group: Any) -> dict[str, list[int]]:
-    """Writes this rank's part into `folder`, which there is; all ranks have to call this.
-
-    Args:
-        group: of the ranks, for what the host says.
-
-    Returns:
-        Size and checksum of each file that this rank wrote.
-
-    Raises:
-        OSError: a rank could not write.
-    """
+    """Writes this rank's part into `folder`, which there is; all ranks, of `group` for what the host says, have to call
+    this. Returns size and checksum of each file that this rank wrote. Raises OSError where a rank could not write."""
     from torch.distributed import checkpoint
 
     writer = checkpoint.FileSystemWriter(folder, sync_files=True)
@@ -168,11 +155,8 @@ def save_shards(folder: Path, step: TrainStep, group: Any) -> dict[str, list[int
 
 
 def load_shards(folder: Path, step: TrainStep) -> dict[str, Tensor]:
-    """This rank's part, which may be all, of the optimizer's state and the averaged weights, by name.
-
-    Raises:
-        DamagedCheckpoint: `folder` cannot be read.
-    """
+    """This rank's part, which may be all, of the optimizer's state and the averaged weights, by name. Raises
+    DamagedCheckpoint where `folder` cannot be read."""
     from torch.distributed import checkpoint
 
     parameters = _trained(step)
@@ -196,11 +180,8 @@ def load_shards(folder: Path, step: TrainStep) -> dict[str, Tensor]:
 
 
 def put_state(step: TrainStep, saved: dict[str, Tensor]) -> None:
-    """Puts an optimizer's state and averaged weights into `step`.
-
-    Args:
-        saved: by name, as they were saved; this rank's part of them, or all.
-    """
+    """Puts an optimizer's state and averaged weights into `step`, as they were saved by name: this rank's part of them,
+    or all."""
     trained = _trained(step)
     state: dict[int, dict[str, Any]] = {}
     places = {name: index for index, name in enumerate(trained)}
@@ -216,11 +197,8 @@ def put_state(step: TrainStep, saved: dict[str, Tensor]) -> None:
 
 
 def whole_weights(model: nn.Module, keep: bool) -> dict[str, Tensor]:
-    """All weights of a split model by name, on the CPU; all ranks have to call this. Tied ones are one tensor.
-
-    Args:
-        keep: whether this rank wants them; others get an empty dict.
-    """
+    """All weights of a split model by name, on the CPU, where this rank is to `keep` them, else none; all ranks have to
+    call this. Tied ones are one tensor."""
     found, known = {}, {}
     with _without_advice():
         for name, value in model.state_dict(keep_vars=True).items():
@@ -449,11 +427,8 @@ def _size(count: int) -> str:
 
 
 def check_room(folder: Path, model: nn.Module, with_ema: bool, at_once: int) -> None:
-    """Raises GraphmodError when `folder` cannot be written to, or its disk has no room for one checkpoint.
-
-    Args:
-        at_once: how many the run may have there; where there is no room for so many, the log says so.
-    """
+    """Raises GraphmodError when `folder` cannot be written to, or its disk has no room for one checkpoint. Where there
+    is no room for the `at_once` that the run may have there, the log says so."""
     size = sum(parameter.nbytes for parameter in {id(p): p for p in model.parameters()}.values())
     ema = sum(4 * p.numel() + p.nbytes for p in model.parameters()) if with_ema else 0
     needed = int((_COPIES * size + ema) * _MARGIN)

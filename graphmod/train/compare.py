@@ -115,12 +115,8 @@ def swept(results: Mapping[str, RunResult]) -> bool:
 
 
 def compare(results: Mapping[str, RunResult], busy_ms: Mapping[str, float] | None = None) -> list[Row]:
-    """A row for each run, in the given order; failed ones are kept and say why.
-
-    Args:
-        results: by the name of the run.
-        busy_ms: sum of kernel times of a step, by the name of the run, where it is known.
-    """
+    """A row for each run, in the given order; failed ones are kept and say why. `busy_ms` has the sum of kernel times
+    of a step, where it is known. Both are by the name of the run."""
     eager: dict[str, dict[str, str]] = {}
     for name, result in results.items():
         if result.status == "finished" and result.scope == BASELINE:
@@ -208,15 +204,8 @@ def _draw_losses(axes: Any, curves: list[tuple[str, str, RunResult]]) -> None:
 
 
 def plot(path: Path, rows: list[Row], results: Mapping[str, RunResult], device: str, with_losses: bool = False) -> bool:
-    """Draws the runs that were measured; False, and no file, where matplotlib is not installed.
-
-    Args:
-        path: of the PNG file.
-        rows: from `compare`.
-        results: by the name of the run.
-        device: its name.
-        with_losses: draw losses too.
-    """
+    """Draws the runs that were measured, losses too if asked, as a PNG file; False, and no file, where matplotlib is
+    not installed."""
     # When it is first used in a home it says that it made a list of fonts, which nobody asked for.
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
     try:

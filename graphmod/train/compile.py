@@ -45,13 +45,11 @@ def _how(how: str, device: torch.device) -> dict[str, Any]:
 
 
 def compiled(function: Callable, how: str, device: torch.device, in_pieces: bool = False) -> Callable:
-    """`function` compiled for fixed shapes; its first call for each shape and mode compiles, which takes a while. Where
-    torch.compile is switched off, `function` as it is.
+    """`function` of tensors and modules compiled for fixed shapes; its first call for each shape and mode compiles,
+    which takes a while. Where torch.compile is switched off, `function` as it is.
 
     Args:
-        function: a callable of tensors and modules.
         how: `default` or `max`.
-        device: where it runs.
         in_pieces: inside of DistributedDataParallel, a piece for each bucket of gradients, so that these are summed
             while others are computed.
 
@@ -107,12 +105,8 @@ _SETTINGS = ("eps", "weight_decay", "maximize", "decoupled_weight_decay")
 
 
 class CompiledUpdate:
-    """The step of a `torch.optim.Adam` or `AdamW`, with the gradients' scaling.
-
-    Args:
-        optimizer: it keeps the state, which a step changes in place as the optimizer's own step does.
-        how: as in `compiled`.
-    """
+    """The step of a `torch.optim.Adam` or `AdamW`, with the gradients' scaling. The optimizer keeps the state, which a
+    step changes in place as the optimizer's own step does."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, how: str) -> None:
         self._optimizer = optimizer
@@ -167,13 +161,8 @@ class CompiledUpdate:
 
     @torch.no_grad()
     def __call__(self, norm: Tensor | None, max_norm: float | None) -> None:
-        """Updates the parameters that have gradients.
-
-        Args:
-            norm: the gradients' total 2-norm, 0-d.
-            max_norm: the gradients are taken as scaled to this norm where theirs is larger, but stay as they are; None
-                does not scale.
-        """
+        """Updates the parameters that have gradients. These are taken as scaled to `max_norm` where their total 2-norm,
+        0-d, is larger, but stay as they are; None does not scale."""
         scale = None if max_norm is None or norm is None else torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         blocked = getattr(self._optimizer, "found_inf", None)
         kinds: dict[Any, list[Tensor]] = {}

@@ -59,13 +59,8 @@ Encoder = Callable[[Sequence[Any]], list[np.ndarray]]
 
 @dataclass
 class Piece:
-    """A part of a text.
-
-    Attributes:
-        text: the part, after some of the text before it, for context.
-        before: how many characters that is.
-        last: the text ends with it.
-    """
+    """A part of a text: `text` is the part after `before` characters of the text before it, for context; it is the
+    `last` part, or not."""
 
     text: str
     before: int
@@ -82,12 +77,8 @@ def _size(document: Any) -> int:
 
 
 def flattened(documents: Iterable[Any], encode: Encoder) -> tuple[Tensor, Tensor]:
-    """All documents in one row of tokens. Where that takes longer than a moment, a terminal shows a bar, and a log
-    file gets a line now and then.
-
-    Args:
-        documents: in their order, pieces of texts, pairs or chats, read one batch at a time.
-        encode: from a batch of them to the tokens of each.
+    """All documents (pieces of texts, pairs or chats, in their order) in one row of tokens, encoded one batch at a
+    time. Where that takes longer than a moment, a terminal shows a bar, and a log file gets a line now and then.
 
     Returns:
         (N,) int32 tokens, those only read as their complement; (documents,) int64, where each begins. Documents
@@ -260,14 +251,7 @@ class Chat:
 
 def messages_of(value: Any, where: Callable[[], str]) -> list[dict[str, Any]]:
     """The messages in a column, without the keys that are null: readers of tables give each message those of all.
-
-    Args:
-        value: what the column holds.
-        where: says which row and column that is, for errors.
-
-    Raises:
-        ConfigError: it is no list of messages.
-    """
+    Raises ConfigError, which says `where` that is, for what is no list of messages."""
     if not isinstance(value, list):
         raise ConfigError(f"{where()} must be a list of messages, got {type(value).__name__}")
     found = []
@@ -318,15 +302,8 @@ def _applied(tokenizer: Any, chats: Sequence[Chat], messages: Sequence[list[dict
 
 
 def chat_encoder(codec: TokenizerCodec | None, everything: bool) -> Encoder:
-    """Encodes whole chats, of which what the assistant says is trained on.
-
-    Args:
-        codec: of the tokenizer, or None for bytes.
-        everything: train on all tokens and not on the assistant's alone.
-
-    Raises:
-        ConfigError: there is no template, or it does not mark what the assistant says.
-    """
+    """Encodes whole chats, of which what the assistant says is trained on, or `everything`. Raises ConfigError where
+    there is no template, or it does not mark what the assistant says."""
     tokenizer = _tokenizer_of(codec)
     if not everything and not _GENERATION.search(tokenizer.get_chat_template()):
         raise ConfigError(
@@ -357,10 +334,7 @@ def chat_encoder(codec: TokenizerCodec | None, everything: bool) -> Encoder:
 def chat_pair_encoder(codec: TokenizerCodec | None) -> Encoder:
     """Encodes chats whose first messages are a prompt, of which only the completion is trained on: what the template
     writes after the prompt and its invitation to answer (`add_generation_prompt`), which the model is sampled from.
-
-    Raises:
-        ConfigError: there is no template.
-    """
+    Raises ConfigError where there is no template."""
     tokenizer = _tokenizer_of(codec)
 
     def encode(chats: Sequence[Chat]) -> list[np.ndarray]:
@@ -540,11 +514,8 @@ def _silent() -> Iterator[None]:
 
 def open_rows(data: DataConfig, path: str) -> Any:
     """The rows of one of the paths of `data`, a file or the split of a folder, as a data set of the library. Each path
-    is read by itself: several together, the library would make all columns those of the first.
-
-    Raises:
-        ConfigError: the library is not installed, a file cannot be read, or there is no such split.
-    """
+    is read by itself: several together, the library would make all columns those of the first. Raises ConfigError where
+    the library is not installed, a file cannot be read, or there is no such split."""
     try:
         with _silent():
             found = _load_dataset(data, Path(path))
@@ -615,16 +586,8 @@ def _columns(data: DataConfig, path: str, names: list[str]) -> list[str]:
 
 
 def document(data: DataConfig, values: dict[str, Any], place: Callable[[], str]) -> Document:
-    """What one row is trained as.
-
-    Args:
-        data: checked settings.
-        values: of the row, by column.
-        place: says where it was read, for errors.
-
-    Raises:
-        ConfigError: a value is of another kind.
-    """
+    """What one row, its values by column, is trained as. Raises ConfigError, which says its `place`, for a value of
+    another kind."""
     everything = data.train_on is TrainOn.all
     kinds = {name: type(value).__name__ for name, value in values.items()}
     if data.column is None and _CHATS in values:
@@ -646,12 +609,8 @@ def document(data: DataConfig, values: dict[str, Any], place: Callable[[], str])
 
 
 def row_encoder(codec: TokenizerCodec | None, everything: bool) -> Encoder:
-    """Encodes pieces of texts, pairs and chats, which may stand in one batch; chats alone need a template.
-
-    Args:
-        codec: of the tokenizer, or None for bytes.
-        everything: train on all tokens of chats.
-    """
+    """Encodes pieces of texts, pairs and chats (all tokens of which are trained on with `everything`), which may stand
+    in one batch; chats alone need a template."""
 
     @functools.cache
     def encoder(kind: type, prompted: bool) -> Encoder:
@@ -706,10 +665,6 @@ def load_rows(data: DataConfig, codec: TokenizerCodec | None) -> tuple[Tensor, T
     what the assistant says is; prompt and completion may be chats too. Rows in which one of these is empty or null are
     skipped, and the log says how many.
 
-    Args:
-        data: checked settings, with `source=hf`.
-        codec: of the tokenizer, or None for bytes.
-
     Raises:
         ConfigError: the library is not installed, the files cannot be read, or have no such column or nothing in it, a
             row holds something else, or the tokenizer has no chat template for chats.
@@ -757,13 +712,8 @@ def tokenizer_key(tokenizer: Any) -> str | None:
 
 
 def cached(folder: str, key: dict[str, Any], make: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """The tokens and where documents begin, from the file of `key` in `folder`, or else from `make`, and kept there.
-
-    Args:
-        folder: made if need be.
-        key: plain values, all that the tokens depend on.
-        make: the tokens, as `flattened` returns them.
-    """
+    """The tokens and where documents begin, from the file of `key` (plain values, all that the tokens depend on) in
+    `folder`, or else from `make`, and kept there."""
     name = hashlib.sha256(json.dumps({"format": _FORMAT, **key}, sort_keys=True).encode()).hexdigest()[:32]
     path = Path(folder).expanduser() / f"{name}.safetensors"
     if path.is_file():
@@ -958,15 +908,8 @@ def _synthetic(data: DataConfig, model: ModelConfig, seed: int) -> Corpus:
 
 
 def load_corpus(data: DataConfig, model: ModelConfig, seed: int) -> Corpus:
-    """Reads the tokens that `data` describes, on the host.
-
-    Args:
-        data, model: checked settings; the model's are looked at for its vocabulary and its tokenizer.
-        seed: of synthetic tokens.
-
-    Raises:
-        ConfigError: nothing to read, an unreadable file, a broken tokenizer.
-    """
+    """Reads the tokens that `data` describes, on the host; the model's settings say its vocabulary and its tokenizer.
+    Raises ConfigError where there is nothing to read, for an unreadable file, or a broken tokenizer."""
     if data.source is Source.synthetic:
         return _synthetic(data, model, seed)
     stdlib, rows = data.source is Source.stdlib, data.source is Source.hf

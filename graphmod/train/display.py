@@ -52,12 +52,8 @@ def events_fail_once() -> Iterator[None]:
 
 @contextmanager
 def beside_bar(lengths: bool, bar: bool = True) -> Iterator[None]:
-    """Inside, messages stand on lines of their own above the bar, if there is one; what was asked for is not said.
-
-    Args:
-        lengths: the batches come in several lengths, so that calls with other inputs are expected.
-        bar: there is one.
-    """
+    """Inside, messages stand on lines of their own above the bar, if there is one; what was asked for is not said:
+    where batches come in several `lengths`, calls with other inputs are expected."""
 
     def is_news(record: logging.LogRecord) -> bool:
         return not (lengths and any(words in record.getMessage() for words in _OF_LENGTHS))
@@ -76,12 +72,8 @@ LOG_FILE = "train.log"
 
 
 class Journal(logging.Handler):
-    """The file `train.log` of a run; a resumed run adds to it.
-
-    Args:
-        folder: of the run.
-        rank: each but the first has a file of its own, such as `train.rank1.log`, with messages only.
-    """
+    """The file `train.log` of a run; a resumed run adds to it. Each rank but the first has a file of its own, such as
+    `train.rank1.log`, with messages only."""
 
     def __init__(self, folder: Path, rank: int = 0) -> None:
         super().__init__()
@@ -129,14 +121,8 @@ _FORMS = {
 
 
 class Display:
-    """Shows the points of a run as their values arrive.
-
-    Args:
-        journal: takes every line.
-        first: steps done before.
-        steps: of the run.
-        shows: whether it shows anything.
-    """
+    """Shows the points of a run as their values arrive, if it shows anything; the journal takes every line. `first`
+    steps of all were done before."""
 
     def __init__(self, journal: Journal, first: int, steps: int, shows: bool = True) -> None:
         self._journal, self._steps, self._shows = journal, steps, shows
@@ -248,18 +234,7 @@ def opening(
     first: int,
     ranks: Ranks = ALONE,
 ) -> str:
-    """Five lines: model, data, batches, device and graphs, folder.
-
-    Args:
-        config: checked settings.
-        model: as it is trained.
-        corpus: the data.
-        device: of the run.
-        folder: of the run.
-        tokens_per_step: over all microbatches of all ranks.
-        first: steps done before.
-        ranks: of the run.
-    """
+    """Five lines: model, data, batches, device and graphs, folder; `first` steps were done before."""
     lines = {
         "model": _model(config, model),
         "data": corpus.summary(),

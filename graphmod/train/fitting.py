@@ -40,18 +40,8 @@ def fitted(
     """The model of a run on its device, and the loss that goes with it and the data.
 
     Layers run again in the backward where that is asked for. Parts of one's own are called a few times, on a microbatch
-    of the first step; random state, buffers, attributes and modes of the model are as they were then.
-
-    Args:
-        config: checked settings.
-        corpus: the data.
-        dims: from `model_config`.
-        batches: of that data.
-        ranks: of the run.
-        first: the number of the first step.
-
-    Raises:
-        ConfigError: they do not fit together; the message names the part that does not.
+    of step `first`; random state, buffers, attributes and modes of the model are as they were then. Raises ConfigError
+    where they do not fit together; the message names the part that does not.
     """
     model = build_model(config.model, dims, config.train.precision, device, config.train.seed, corpus.vocab_size)
     _require_supported(config, model, corpus)
@@ -240,13 +230,9 @@ def _parts(model: nn.Module, config: RunConfig) -> str:
 
 
 def _try_logits(model: nn.Module, config: RunConfig, microbatch: Any, loss_fn: Callable, corpus: Data) -> None:
-    """Whether the model has the logits of tokens that `loss_fn` needs, and for as many tokens as the data has.
-
-    Args:
-        microbatch: as the loss gets it.
-        loss_fn: a built-in loss; its keyword `forward` is how it calls the model.
-        corpus: gets the model's vocabulary where it has none.
-    """
+    """Whether the model has the logits of tokens that `loss_fn` needs, a built-in loss whose keyword `forward` is
+    how it calls the model, and for as many tokens as the data has. The data gets the model's vocabulary where it has
+    none."""
     custom = config.model.architecture == CUSTOM
     name = named("model", config.model.target) if custom else type(model).__name__
     forward = inspect.signature(loss_fn).parameters["forward"].default if not config.data.packing else None
@@ -314,11 +300,7 @@ def _try_evaluation(model: nn.Module, config: RunConfig, microbatch: Any, loss_f
 
 
 def _try_loss(model: nn.Module, config: RunConfig, microbatch: Any, loss_fn: Callable, averaged: bool) -> None:
-    """Whether the loss is one.
-
-    Args:
-        averaged: gradients are averaged over ranks, for which each parameter must have one.
-    """
+    """Whether the loss is one; where gradients are `averaged` over ranks, each parameter must have one."""
     parts = _parts(model, config)
     trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
 

@@ -40,13 +40,8 @@ def unused(folder: str) -> str:
 
 
 def job_folder(keys: list[str], overrides: list[str], otherwise: str) -> str:
-    """The name of a job's folder: `none` for graph=none; keys that are no group keep their name, as in `train.seed=1`.
-
-    Args:
-        keys: the swept ones.
-        overrides: all of the job's.
-        otherwise: its name when nothing is swept.
-    """
+    """The name of a job's folder, from those of its overrides that have the swept keys: `none` for graph=none; keys
+    that are no group keep their name, as in `train.seed=1`; `otherwise` when nothing is swept."""
     parts = []
     for override in overrides:
         key, _, value = override.partition("=")
@@ -180,15 +175,8 @@ _NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
 
 
 def saved_folder(path: str, otherwise: str = "") -> Path:
-    """The folder that `model.path=path` means: itself, or, where there is none, what `hf download` left of the model
-    of that name in the cache.
-
-    Args:
-        otherwise: what else may be done where there is neither, for the error.
-
-    Raises:
-        ConfigError: there is neither.
-    """
+    """The folder that `model.path=path` means: itself, or, where there is none, what `hf download` left of the model of
+    that name in the cache. Raises ConfigError where there is neither, which says what may be done `otherwise`."""
     folder = Path(path)
     if folder.is_dir():
         return folder
@@ -256,12 +244,8 @@ def checksum(path: Path) -> int:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What `checkpoint.json` says.
-
-    Raises:
-        DamagedCheckpoint: there is none that can be read.
-        OtherFormat: this version cannot know what it means.
-    """
+    """What `checkpoint.json` says. Raises DamagedCheckpoint where there is none that can be read, and OtherFormat where
+    this version cannot know what it means."""
     try:
         manifest = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
         if not isinstance(manifest, dict):
@@ -282,15 +266,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def verify(folder: Path, which: Callable[[Path], bool] = lambda path: True) -> dict[str, Any]:
-    """The manifest, after the files it lists were found to be as they were written.
-
-    Args:
-        which: told the path of a file inside the folder, whether to look at it.
-
-    Raises:
-        DamagedCheckpoint: one is not.
-        OtherFormat: see `read_manifest`.
-    """
+    """The manifest, after the files it lists (of those inside the folder, `which`) were found to be as they were
+    written. Raises DamagedCheckpoint where one is not, or OtherFormat."""
     manifest = read_manifest(folder)
     for name, (size, expected) in manifest["files"].items():
         path = folder / name
@@ -326,11 +303,7 @@ def _verify_model(checkpoint: Path, inside: Path) -> None:
 
 def first_whole(folders: list[Path], look: Callable[[Path], T]) -> tuple[T | None, list[str]]:
     """What `look` finds in the first of these folders that is not damaged, or None; and what is wrong with each before
-    it.
-
-    Raises:
-        OtherFormat: see `read_manifest`.
-    """
+    it. Raises OtherFormat."""
     damage = []
     for folder in folders:
         try:
@@ -349,11 +322,7 @@ def whole_model(folder: Path) -> Path:
 
 def require_whole(folder: Path) -> Path:
     """`folder`, whose model is to be loaded; also where it is no checkpoint of a run, and says nothing of its files.
-
-    Raises:
-        ConfigError: it is one, and damaged; another one of that run is named, if it is whole.
-        OtherFormat: see `read_manifest`.
-    """
+    Raises ConfigError where it is one, and damaged; another one of that run is named, if it is whole."""
     checkpoint = checkpoint_of(folder)
     if checkpoint is None:
         return folder

@@ -22,21 +22,14 @@ CountTargets = Callable[[Any], Tensor]
 
 
 def mean_cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = IGNORED) -> Tensor:
-    """Mean cross entropy in float32, in nats per token, over the targets that are not `ignore_index`; 0-d.
-
-    Args:
-        logits: (B, S, V).
-        targets: (B, S) int64.
-    """
+    """Mean cross entropy in float32, in nats per token, of logits (B, S, V) over the targets (B, S) int64 that are not
+    `ignore_index`; 0-d."""
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=ignore_index)
 
 
 class OfRows(nn.Module):
-    """A criterion of logits (B, S, V) and targets (B, S) from one of rows, such as `torch.nn.CrossEntropyLoss`.
-
-    Args:
-        criterion: of logits (N, V) float32 and targets (N,) int64.
-    """
+    """A criterion of logits (B, S, V) and targets (B, S) from one of rows, (N, V) float32 and (N,) int64, such as
+    `torch.nn.CrossEntropyLoss`."""
 
     def __init__(self, criterion: nn.Module) -> None:
         super().__init__()
@@ -121,15 +114,10 @@ def causal_lm_loss(
     criterion: Criterion = mean_cross_entropy,
     forward: Forward = transformers_logits,
 ) -> Tensor:
-    """Mean cross entropy, in nats per token, of predicting the next label, for batches as transformers has them.
-
-    Args:
-        model: a transformers causal LM, or what `forward` calls.
-        batch: `input_ids` and `labels`, (B, S) int64, where label t is predicted from the tokens before t, and -100
-            marks what is no target; anything else in it is handed to the model by name.
-        criterion: the loss of logits and targets.
-        forward: from model and tokens to logits; `own_logits` for models that are not of transformers.
-    """
+    """Mean cross entropy, in nats per token, of predicting the next label, for batches as transformers has them:
+    `input_ids` and `labels`, (B, S) int64, where label t is predicted from the tokens before t, and -100 marks what
+    is no target; anything else in it is handed to the model by name. The other arguments are those of
+    `next_token_loss`."""
     more = {name: value for name, value in batch.items() if name not in ("input_ids", "labels")}
     # The labels are shifted, because logits without their last position would have to be copied.
     targets = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)

@@ -65,13 +65,8 @@ _RESULTS = ("train/loss", "eval/loss", "perf/step_ms", "perf/tokens_per_s")  # b
 
 
 class TensorBoardLogger(Logger):
-    """TensorBoard shows the settings as text and under HParams.
-
-    Args:
-        folder: where the events go.
-        settings: of the run, as nested plain values.
-        before: steps that a resumed run had done; what TensorBoard shows of later ones is replaced. None: a new run.
-    """
+    """TensorBoard shows the settings as text and under HParams. What it shows of steps after `before`, those that a
+    resumed run had done, is replaced; None is a new run."""
 
     def __init__(self, folder: Path, settings: dict[str, Any], before: int | None) -> None:
         # Each library is loaded only where it is used.
@@ -118,13 +113,8 @@ _STEP = "step"
 
 class CsvLogger(Logger):
     """Lines are added at the end. Where a tag comes that had no column yet, or more of a line that was written, the
-    file is written anew.
-
-    Args:
-        folder: of the run.
-        before: steps that a resumed run had done; lines of later ones are dropped, because they come again. None: a new
-            run, which begins a new file.
-    """
+    file is written anew. Lines of steps after `before`, those that a resumed run had done, are dropped, because they
+    come again; None is a new run, which begins a new file."""
 
     def __init__(self, folder: Path, before: int | None) -> None:
         self._path, self._columns = folder / CSV_FILE, [_STEP]
@@ -174,17 +164,9 @@ _PROJECT = "graphmod"
 
 class WandbLogger(Logger):
     """The library's environment variables hold: `WANDB_MODE`, without which nothing leaves this machine (`offline`),
-    `WANDB_PROJECT`, and what else it knows.
-
-    Args:
-        folder: of the run. The library writes there, and the run's identifier is kept there: who resumes in this folder
-            goes on with the same run of W&B.
-        settings: of the run, as nested plain values; W&B has them by full name.
-
-    Raises:
-        ConfigError: the library is not installed.
-        GraphmodError: W&B does not begin a run, for example because nobody is logged in.
-    """
+    `WANDB_PROJECT`, and what else it knows. Its run's identifier is kept in the folder: who resumes there goes on with
+    the same run of W&B. Raises ConfigError where the library is not installed, and GraphmodError where W&B does not
+    begin a run, for example because nobody is logged in."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         require_library("wandb", "wandb", "train.log=wandb")
@@ -248,19 +230,9 @@ class _Fetch:
 
 
 def open_loggers(names: Sequence[str], folder: Path, settings: dict[str, Any], before: int | None) -> list[Logger]:
-    """Opens the loggers of a run; where one fails, those before it are closed.
-
-    Args:
-        names: of `LogTo`.
-        folder: of the run.
-        settings: of the run, as nested plain values.
-        before: steps that a resumed run had done; None for a new one.
-
-    Raises:
-        ConfigError: a library is missing.
-        GraphmodError: a service does not begin a run.
-        OSError: the folder cannot be written to.
-    """
+    """Opens the loggers of a run that `names` of `LogTo` say; where one fails, those before it are closed. `before` are
+    the steps that a resumed run had done; None for a new one. Raises ConfigError, GraphmodError, or OSError where the
+    folder cannot be written to."""
     kinds: dict[LogTo, Callable[[], Logger]] = {
         LogTo.tensorboard: lambda: TensorBoardLogger(folder, settings, before),
         LogTo.csv: lambda: CsvLogger(folder, before),
@@ -280,10 +252,7 @@ class Metrics:
 
     Args:
         loggers: of this run; closed with it.
-        device: where the losses are.
-        steps: steps of the run.
         clock: of the same run; its medians become `perf/step_ms` and `perf/host_ms`.
-        tokens_per_step: for `perf/tokens_per_s`.
         before: of a resumed run, how far it was; its losses come first.
         used: of model and device, for `perf/mfu`; None where that is not known.
         point: called with the steps done and the values by tag of each log point and evaluation that has arrived.
@@ -338,13 +307,9 @@ class Metrics:
         self._fetches.append(_Fetch(values, arrived, first, last, list(parts), scalars))
 
     def log(self, values: dict[str, Tensor | float | None], graph: dict[str, int]) -> None:
-        """A log point after the step that was just done.
-
-        Args:
-            values: by tag: one-element tensors, numbers, or None for what there is not. A name without a slash is no
-                tag; its value is only kept in `latest`.
-            graph: counters, by the last part of their tag (`captures`, `replays`, `eager_calls`).
-        """
+        """A log point after the step that was just done: one-element tensors, numbers, or None for what there is not,
+        by tag (a name without a slash is no tag; its value is only kept in `latest`), and the counters of `graph` by
+        the last part of their tag."""
         parts = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         scalars: dict[str, float] = {f"graph/{name}": value for name, value in graph.items()}
         scalars |= {

@@ -110,16 +110,9 @@ def _options(model: ModelConfig, default: PretrainedConfig, found: dict[str, Any
 
 
 def transformers_config(model: ModelConfig, vocab_size: int) -> PretrainedConfig:
-    """The config of a model with random weights.
-
-    Args:
-        model: checked settings; `architecture` is a model type of transformers.
-        vocab_size: of the model.
-
-    Raises:
-        ConfigError: there is no such architecture, or not as a causal language model; it lacks a size that is given,
-            or one that it needs is not; transformers refuses the sizes.
-    """
+    """The config of a model with random weights, whose `architecture` is a model type of transformers. Raises
+    ConfigError where there is no such architecture, or not as a causal language model; where it lacks a size that is
+    given, or one that it needs is not; or where transformers refuses the sizes."""
     kind = model.architecture
     default = _default_config(kind)
     settings = {"vocab_size": vocab_size, **_config_settings(model, default)}
@@ -142,16 +135,9 @@ def transformers_config(model: ModelConfig, vocab_size: int) -> PretrainedConfig
 
 
 def add_adapters(model: PreTrainedModel, settings: LoraSettings, base: str) -> PreTrainedModel:
-    """Puts adapters into `model`, in place, freezes all else, and returns it. Draws from torch's random generators.
-
-    Args:
-        model: a transformers model, loaded from `base`.
-        settings: with `r` set.
-        base: the folder of the model, which adapters are saved with.
-
-    Raises:
-        ConfigError: `peft` is not installed, or the model has no such modules.
-    """
+    """Puts adapters into a transformers model, in place, freezes all else, and returns it; they are saved with the name
+    of the folder `base`. Draws from torch's random generators. Raises ConfigError where `peft` is not installed, or the
+    model has no such modules."""
     require_library("peft", "lora", f"model.lora.r={settings.r}")
     from peft import LoraConfig
 
@@ -216,15 +202,11 @@ def _ids(found: int | list[int] | None) -> list[int]:
 
 
 def set_special_tokens(model: PreTrainedModel, tokenizer: Any) -> None:
-    """Sets `bos_token_id` and `eos_token_id` in the model's config and generation config, so that generation with its
-    checkpoints stops where a document ends.
+    """Sets `bos_token_id` and `eos_token_id` in the model's config and generation config, in place, to those of the
+    tokenizer of the training data, so that generation with its checkpoints stops where a document ends.
 
     End tokens that a saved model already has, such as the end of a turn in a chat, are kept if they are special tokens
     of this tokenizer; other ids belong to some other tokenizer and are dropped.
-
-    Args:
-        model: changed in place.
-        tokenizer: the transformers tokenizer of the training data.
     """
     known = set(special_ids(tokenizer).values())
     end = _ids(SpecialTokens.of(tokenizer).end)
@@ -261,17 +243,9 @@ def rounded_vocabulary(size: int) -> int:
 
 def model_config(model: ModelConfig, data_vocab_size: int | None, length: int) -> PretrainedConfig | None:
     """The transformers config of the model; reads a local model's `config.json` but no weights. None for one's own,
-    which has one or not when it is built.
-
-    Args:
-        model: checked settings.
-        data_vocab_size: the data's tokens are below this; None where the data does not say.
-        length: tokens of a sequence.
-
-    Raises:
-        ConfigError: a folder that transformers cannot read, a vocabulary or a length too small for the data, or one
-            that nobody tells.
-    """
+    which has one or not when it is built. The data's tokens are below `data_vocab_size`, which may not say so, and its
+    sequences have `length`. Raises ConfigError for a folder that transformers cannot read, a vocabulary or a length too
+    small for the data, or one that nobody tells."""
     if model.architecture == CUSTOM:
         return None
     if model.architecture == LOCAL:
@@ -381,14 +355,9 @@ def build_model(
     """The model on `device`, in training mode; one of transformers with attention that can be captured, if it lets its
     attention be exchanged.
 
-    Random weights depend on `seed` and the kind of device alone; the caller's random state is left as it was.
-
-    Args:
-        config: from `model_config`.
-        data_vocab_size: for a model of one's own; None where the data does not say.
-
-    Raises:
-        ConfigError: the saved weights cannot be read, or a model of one's own cannot be made or is none.
+    Random weights depend on `seed` and the kind of device alone; the caller's random state is left as it was. A model
+    of one's own may ask for the data's vocabulary. Raises ConfigError where the saved weights cannot be read, or a
+    model of one's own cannot be made or is none.
     """
     dtype = weights_dtype(precision)
     if model.architecture == LOCAL:

@@ -28,13 +28,8 @@ class MuonWithAdamW(torch.optim.AdamW):
     direction, and what follows stays on the device. Steps are scaled so that learning rates and weight decay suited to
     AdamW suit Muon too (`adjust_lr_fn="match_rms_adamw"`). An update that `found_inf` blocks changes nothing.
 
-    Args:
-        groups: each with `muon`, `lr` (0-d float32, on the device), `weight_decay`; those with `muon=True` with
-            `momentum` and `nesterov` too, and matrices only.
-        settings: of AdamW.
-
-    Raises:
-        ValueError: a parameter of a Muon group is no matrix.
+    Each group has `muon`, `lr` (0-d float32, on the device) and `weight_decay`; those with `muon=True` have `momentum`
+    and `nesterov` too, and matrices only, else ValueError is raised.
     """
 
     def __init__(self, groups: list[dict[str, Any]], **settings: Any) -> None:
@@ -151,10 +146,8 @@ def learning_rates(config: OptimConfig, steps: int) -> list[float]:
     """The learning rate of each of `steps` steps.
 
     Step 1 has the rate that the schedule of transformers has after one step, because its first one may be 0; the last
-    step has the schedule's end, or, where that is 0, what comes before it.
-
-    Raises:
-        ConfigError: the schedule does not take `schedule_options`, or needs others.
+    step has the schedule's end, or, where that is 0, what comes before it. Raises ConfigError where the schedule does
+    not take `schedule_options`, or needs others.
     """
     warmup = min(round(config.warmup_fraction * steps), steps)
     peak = config.learning_rate

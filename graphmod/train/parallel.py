@@ -125,19 +125,9 @@ class _Loss(nn.Module):
 
 
 class OverRanks:
-    """The model of a step on the ranks of a process group.
-
-    Args:
-        model: on its device; unless it is sharded, that of the first rank is given to all others.
-        group: of the ranks with different batches.
-        captured: whether graphs will hold what averages gradients.
-
-    Attributes:
-        ranks: how many there are.
-
-    Raises:
-        ConfigError: the gradients of this model cannot be averaged in a graph.
-    """
+    """The model of a step on the `ranks` of a process group, which have different batches; unless it is sharded, that
+    of the first rank is given to all others. Raises ConfigError where graphs will hold what averages gradients
+    (`captured`), and those of this model cannot be averaged in a graph."""
 
     def __init__(self, model: nn.Module, group: distributed.ProcessGroup, captured: bool) -> None:
         self.group, self.ranks = group, distributed.get_world_size(group)
@@ -184,12 +174,8 @@ class OverRanks:
 
 def over_ranks(model: nn.Module, group: distributed.ProcessGroup | None, captured: bool) -> OverRanks | None:
     """What averages the gradients of a model over a process group: what shards it, or DistributedDataParallel; None
-    without a group.
-
-    Raises:
-        ConfigError: the model is sharded and there is no group, or it is split and not sharded over this one; or
-            there are several processes, none of which made a process group.
-    """
+    without a group. Raises ConfigError where the model is sharded and there is no group, or it is split and not sharded
+    over this one; or there are several processes, none of which made a process group."""
     if shards(model):
         if group is None:
             raise ConfigError(
@@ -216,11 +202,7 @@ def over_ranks(model: nn.Module, group: distributed.ProcessGroup | None, capture
 @torch.no_grad()
 def _give_to_all(model: nn.Module, group: distributed.ProcessGroup) -> None:
     """Gives all ranks what the first one has. DistributedDataParallel does so on a second stream, after which each
-    kernel of every graph starts later.
-
-    Raises:
-        ConfigError: another rank has other parameters.
-    """
+    kernel of every graph starts later. Raises ConfigError where another rank has other parameters."""
     tensors = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
     shapes = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
     found: list[Any] = [None] * distributed.get_world_size(group)
@@ -244,14 +226,11 @@ def _give_to_all(model: nn.Module, group: distributed.ProcessGroup) -> None:
 
 
 def shard(model: nn.Module, mesh: Any, *, reshard_after_forward: bool, dtype: torch.dtype | None) -> nn.Module:
-    """Leaves this rank its part of every parameter of `model`, in place, and returns it. All ranks must have built it
-    alike.
-
-    Each layer is collected by itself, and together what lies beside the layers.
+    """Leaves this rank its part of every parameter of `model`, in place, and returns it. All ranks, in the one
+    dimension of `mesh`, must have built it alike. Each layer is collected by itself, and together what lies beside the
+    layers.
 
     Args:
-        model: a model with layers, on its device.
-        mesh: of the ranks with different batches, one-dimensional.
         reshard_after_forward: give a layer's parameters back after its forward, and collect them again in the backward.
         dtype: that of autocast, in which layers are collected: half of what would be sent in float32. Gradients are
             added up over ranks in float32 then. What lies beside the layers is collected as it is, so that what passes
@@ -283,15 +262,9 @@ _OTHERWISE = "train it whole (parallel=ddp) or sharded (parallel=fsdp)"
 
 
 def split_layers(model: nn.Module, mesh: Any) -> nn.Module:
-    """Leaves this rank its part of each layer of `model`, in place, and returns it. All ranks must have built it alike.
-
-    Args:
-        model: a transformers model with layers like Llama's, on its device.
-        mesh: of the ranks that compute together, one-dimensional.
-
-    Raises:
-        ConfigError: it has other layers, or they cannot be divided by so many ranks.
-    """
+    """Leaves this rank its part of each layer of a transformers model with layers like Llama's, in place, and returns
+    it. All ranks, in the one dimension of `mesh`, must have built it alike. Raises ConfigError where it has other
+    layers, or they cannot be divided by so many ranks."""
     from torch.distributed.tensor.parallel import parallelize_module  # takes a second, and few runs need it
 
     ranks = mesh.size()

@@ -34,11 +34,8 @@ def busy_us(intervals: list[tuple[float, float]]) -> float:
 
 
 def communication_us(kernels: list[tuple[str, float, float]]) -> tuple[float, float]:
-    """How long kernels communicate, and how much of that other kernels run meanwhile.
-
-    Args:
-        kernels: name, start and end of each, in any order.
-    """
+    """How long kernels (name, start and end of each, in any order) communicate, and how much of that other kernels run
+    meanwhile."""
     sends = [(start, end) for name, start, end in kernels if _COMMUNICATES in name.lower()]
     others = [(start, end) for name, start, end in kernels if _COMMUNICATES not in name.lower()]
     total = busy_us(sends)

@@ -118,11 +118,8 @@ class Ranks:
         return tensor
 
     def arranged(self, parallel: ParallelConfig, device: torch.device) -> "Ranks":
-        """These ranks with their mesh, where `parallel` takes one; all ranks have to call this.
-
-        Raises:
-            ConfigError: so many cannot be arranged so.
-        """
+        """These ranks with their mesh, where `parallel` takes one; all ranks have to call this. Raises ConfigError
+        where so many cannot be arranged so."""
         if not (parallel.mode.shards or parallel.mode.splits_layers) or self.count == 1:
             return self
         wanted = {name: size for name, size in sizes(parallel, self.count).items() if size > 1}
@@ -136,11 +133,8 @@ ALONE = Ranks()
 
 
 def ranks_of(config: RunConfig) -> int:
-    """How many ranks a run has: those that a launcher has started, else as many as `parallel` asks for.
-
-    Raises:
-        ConfigError: these do not agree, there are too few GPUs, or so many cannot be arranged as `parallel` asks.
-    """
+    """How many ranks a run has: those that a launcher has started, else as many as `parallel` asks for. Raises
+    ConfigError where these do not agree, there are too few GPUs, or so many cannot be arranged as `parallel` asks."""
     started, wanted = int(os.environ.get("WORLD_SIZE") or 1), config.parallel.gpus
     count = wanted or started
     if config.parallel.mode is ParallelMode.none:
@@ -192,14 +186,9 @@ def _own_gpu(wanted: DeviceName) -> torch.device | None:
 
 @contextmanager
 def joined(wanted: DeviceName) -> Iterator[Ranks]:
-    """Joins the ranks that a launcher has started, and leaves them at the end; graphs must be gone by then.
-
-    Args:
-        wanted: the device that is asked for.
-
-    Raises:
-        ConfigError: there is no GPU for this rank, or the environment does not say which one it is.
-    """
+    """Joins the ranks that a launcher has started, and leaves them at the end; graphs must be gone by then. Raises
+    ConfigError where there is no GPU for this rank, if one is wanted, or the environment does not say which one it
+    is."""
     if missing := [name for name in _TOLD if not os.environ.get(name)]:
         raise ConfigError(
             f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set and {', '.join(missing)} is not; start the ranks with "

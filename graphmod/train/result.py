@@ -49,10 +49,6 @@ class StepClock:
     On a GPU the ends are CUDA events, because the host's own clock says only when work was handed over. With `sync`
     each step ends with a wait for the device, and the host's clock is right; so it is on the CPU.
 
-    Args:
-        device: where the steps run.
-        sync: wait for the device at the end of each step.
-
     Attributes:
         step_ms: milliseconds of each step that is known to have ended, in order.
         host_ms: milliseconds the host spent in each step's call.
@@ -149,17 +145,8 @@ def multiplied_parameters(model: nn.Module) -> int:
 
 
 def flops_per_token(model: nn.Module, config: Any, length: int) -> float | None:
-    """FLOPs that training takes for each token.
-
-    Args:
-        model: with all its parameters.
-        config: its transformers config.
-        length: tokens of a sequence.
-
-    Returns:
-        None for a model of experts, not all of which see each token, or one whose attention is not described in the
-        terms of the config.
-    """
+    """FLOPs that training takes for each token of a sequence of so many; None for a model of experts, not all of which
+    see each token, or one whose attention is not described in the terms of its transformers config."""
     layers, heads = (getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads"))
     hidden = getattr(config, "hidden_size", None)
     size = getattr(config, "head_dim", None) or (hidden // heads if hidden and heads else None)
@@ -170,12 +157,8 @@ def flops_per_token(model: nn.Module, config: Any, length: int) -> float | None:
 
 @dataclass(frozen=True)
 class Utilization:
-    """Turns tokens per second into MFU.
-
-    Attributes:
-        flops_per_token: of the model, forward and backward.
-        peak: FLOP/s of the devices.
-    """
+    """Turns tokens per second into MFU, by the FLOPs a token of the model, forward and backward, and the FLOP/s of the
+    devices."""
 
     flops_per_token: float
     peak: float
@@ -213,11 +196,8 @@ def _read(path: Path) -> str:
 
 
 def commit(clone: Path | None = None) -> str | None:
-    """The commit that a clone is at, 40 or 64 hexadecimal digits, read from `.git`; None where there is none.
-
-    Args:
-        clone: its root folder; None means that of graphmod.
-    """
+    """The commit that a clone (that of graphmod by default) is at, 40 or 64 hexadecimal digits, read from `.git`; None
+    where there is none."""
     git = (clone or Path(graphmod.__file__).parent.parent) / ".git"
     if git.is_file():  # of a worktree, or of a submodule
         git = (git.parent / _read(git).removeprefix("gitdir:").strip()).resolve()

@@ -65,12 +65,8 @@ def _each(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def decisive_settings(config: dict[str, Any], device: str) -> dict[str, Any]:
-    """The settings that decide the numbers of a run, by their full name.
-
-    Args:
-        config: all settings as plain values, by group.
-        device: kind of device, `cpu` or `cuda`.
-    """
+    """The settings that decide the numbers of a run, by their full name, from all settings as plain values, by group;
+    `device` is `cpu` or `cuda`."""
     found = {
         f"{group}.{name}": value
         for group, names in _DECISIVE.items()
@@ -101,11 +97,7 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def all_settings(manifest: dict[str, Any]) -> dict[str, Any]:
-    """The settings of the run that wrote a checkpoint, by group: those that this version knows.
-
-    Args:
-        manifest: of the checkpoint.
-    """
+    """The settings of the run that wrote the checkpoint with this manifest, by group: those that this version knows."""
     known = plain_config(RunConfig())
     return {
         group: {name: value for name, value in values.items() if name in known[group]}
@@ -151,12 +143,8 @@ def _anew(where: Path, manifest: dict[str, Any]) -> str:
 
 
 def other_ranks(manifest: dict[str, Any], config: RunConfig, ranks: int, arranged: str) -> str | None:
-    """What it means that other ranks wrote a checkpoint; None where they were the same.
-
-    Args:
-        ranks: how many with different batches.
-        arranged: how all share the model, in words.
-    """
+    """What it means that other ranks wrote a checkpoint; None where they were the same: so many with different batches,
+    arranged as these words say."""
     before, so = manifest["ranks"], manifest["arrangement"]
     if before == ranks and so == arranged:
         return None
@@ -184,7 +172,6 @@ def require_same(
 
     Args:
         where: the checkpoint, for the message.
-        manifest: of it.
         settings: the decisive ones of now.
         data: fingerprint of the tokens of now; None does not compare them.
         ranks: how many there are now. Where they were more or fewer, or it is not known yet, the number of microbatches
@@ -342,11 +329,8 @@ def _require_newest(point: ResumePoint) -> None:
 
 
 def run_of(resume: str) -> Path:
-    """The folder of the run that `train.resume=FOLDER` names, itself or by one of its checkpoints.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """The folder of the run that `train.resume=FOLDER` names, itself or by one of its checkpoints. Raises ConfigError
+    where it is neither."""
     folder = Path(resume).absolute()
     if not folder.is_dir():
         raise ConfigError(f"train.resume={resume} is not a folder; give that of a run or of a checkpoint, auto or none")
@@ -411,7 +395,6 @@ def claimed(config: RunConfig, run_dir: Path, *, beside: bool = False, named: bo
     beginning in another folder.
 
     Args:
-        config: checked settings.
         run_dir: the folder that was made for this run; one that it resumes takes its place.
         beside: whether `auto` may look at the neighbours of `run_dir`; not in a multirun nor where `run_dir` was named,
             because there they are other jobs.
@@ -434,13 +417,8 @@ def claimed(config: RunConfig, run_dir: Path, *, beside: bool = False, named: bo
 
 
 def require_left(point: ResumePoint, steps: int, epochs: int | None = None) -> None:
-    """Raises ConfigError where a run has done more steps than are asked for, or all of them in another folder.
-
-    Args:
-        point: with a checkpoint.
-        steps: that are asked for.
-        epochs: that are asked for in their place, which are `steps`; None where steps are.
-    """
+    """Raises ConfigError where a run has done more steps than are asked for (`epochs` of them, where not None), or all
+    of them in another folder."""
     done, newest = point.manifest["steps_done"], point.checkpoint
     assert newest is not None
     asked = f"train.steps={steps}" if epochs is None else f"train.epochs={epochs}, which are {steps} steps,"
@@ -455,17 +433,9 @@ def _more(done: int, epochs: int | None) -> str:
 
 
 def finished_result(point: ResumePoint, steps: int, epochs: int | None, say: Callable[[str], None]) -> RunResult | None:
-    """The result of a run that has no step left to do, if it got as far as writing one; `say` is told which it is.
-
-    Args:
-        point: with a checkpoint.
-        steps: that are asked for.
-        epochs: that are asked for in their place, which are `steps`; None where steps are.
-        say: told what is resumed, or which run is finished.
-
-    Raises:
-        ConfigError: it has done more steps than are asked for, or its folder is another's.
-    """
+    """The result of a run that has no step left to do, if it got as far as writing one; `say` is told which it is, or
+    what is resumed. Raises ConfigError where it has done more steps than are asked for (`epochs` of them, where not
+    None), or its folder is another's."""
     require_left(point, steps, epochs)
     assert point.checkpoint is not None
     done, run = point.manifest["steps_done"], point.checkpoint.parent.parent
@@ -503,16 +473,9 @@ def restore(
     ranks: int = 1,
     seed: int = 0,
 ) -> Progress:
-    """Puts a run back to where it was when `folder` was saved, in place: addresses stay.
-
-    Args:
-        folder: a verified checkpoint.
-        model, step: built as they were for that run.
-        weights: of the model that `folder` holds.
-        rank, ranks: which one this is, of how many. Where there were as many, each gets its random state back; else the
-            first gets its own.
-        seed: of the random numbers of a rank that has no random state from before.
-    """
+    """Puts a run back to where it was when `folder`, a verified checkpoint with these weights, was saved, in place:
+    addresses stay. Model and step are built as they were for that run. Where there were as many ranks, each gets its
+    random state back; else the first gets its own, and others begin with `seed`."""
     state = load_training_state(folder)
     rates = [group["lr"] for group in step.optimizer.param_groups]
     # Into the model built as before: buffers that are in no file, such as rotary frequencies, stay as they were then.

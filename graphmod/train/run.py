@@ -63,11 +63,8 @@ _KNOWN = (None, *SIGNALS)  # by the number that ranks tell each other
 
 
 class Aborted(KeyboardInterrupt):
-    """A run ended in the middle of a step or of saving, because SIGINT came again.
-
-    Attributes:
-        kept: the newest checkpoint of the run; None without one.
-    """
+    """A run ended in the middle of a step or of saving, because SIGINT came again; `kept` is its newest checkpoint, or
+    None."""
 
     def __init__(self, kept: Path | None) -> None:
         super().__init__(f"aborted; the newest checkpoint is {kept}" if kept else "aborted; no checkpoint was saved")
@@ -80,14 +77,8 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 
 
 class StopRequest:
-    """While it is entered, the first SIGINT, SIGTERM or SIGHUP only sets `signal`, and says so on the standard error; a
-    second one acts as it always does.
-
-    Handlers belong to the main thread; entered in another one, it does nothing.
-
-    Args:
-        saves: whether the run saves a checkpoint when it stops, for the message.
-        says: whether to say so.
+    """While it is entered, the first SIGINT, SIGTERM or SIGHUP only sets `signal`, and `says` so on the standard error;
+    a second one acts as it always does. Handlers belong to the main thread; entered in another one, it does nothing.
 
     Attributes:
         signal: the one that came to this process, or None.
@@ -101,11 +92,8 @@ class StopRequest:
         self._before: dict = {}
 
     def agree(self, most: Callable[[int], int]) -> None:
-        """Finds out whether a signal came to any rank; what comes meanwhile counts the next time.
-
-        Args:
-            most: the greatest number of all ranks.
-        """
+        """Finds out whether a signal came to any rank, by the greatest number of all; what comes meanwhile counts the
+        next time."""
         found = _KNOWN[most(_KNOWN.index(self.signal))]
         if found is not None and self.signal is None and self.agreed is None:
             self._say(found)
@@ -147,14 +135,8 @@ _COUNTERS = ("captures", "replays", "eager_calls", "failures", "capture_seconds"
 
 
 class Evaluation:
-    """Batches to evaluate on, how much each of them weighs, and what graphs do for it.
-
-    Args:
-        batches: on the host, as `TrainStep` takes them; all of them, of which each rank takes its part.
-        loss_fn: the loss function of the run, with a `count_targets` unless each batch has as many targets.
-        device: of the model.
-        ranks: of the run.
-    """
+    """Batches to evaluate on, on the host, as `TrainStep` takes them, of which each rank takes its part; how much each
+    of them weighs by the `count_targets` of the loss function; and what graphs do for it."""
 
     def __init__(self, batches: list[Any], loss_fn: Callable, device: torch.device, ranks: Ranks = ALONE) -> None:
         self._step: TrainStep | None = None
@@ -226,14 +208,7 @@ _SHARE_OF_PROMPT = 4  # of the positions a model has, so that a long prompt leav
 
 
 class Samples:
-    """Prints samples and logs them under `samples`.
-
-    Args:
-        model: the one that is trained.
-        config: of the run; `train.sample_*`, and `graph.scope`, which says whether decoding uses graphs.
-        corpus: its tokenizer; bytes where it has none.
-        metrics: where the text is logged.
-    """
+    """Prints samples of the model that is trained, as `train.sample_*` say, and logs them under `samples`."""
 
     def __init__(self, model: PreTrainedModel, config: RunConfig, corpus: Data, metrics: Metrics) -> None:
         from graphmod.decode.engine import DecodeEngine  # which no run without samples loads
@@ -276,11 +251,8 @@ class Samples:
 
 
 def divide(config: RunConfig, model: nn.Module, ranks: Ranks) -> None:
-    """Leaves this rank its part of the model, in place, where `parallel` says that it holds a part only.
-
-    Raises:
-        ConfigError: the model cannot be split so.
-    """
+    """Leaves this rank its part of the model, in place, where `parallel` says that it holds a part only. Raises
+    ConfigError where the model cannot be split so."""
     if ranks.mesh is None:
         return
     # Layers are split before they are sharded.
@@ -709,11 +681,9 @@ def check_training(config: RunConfig, folder: Path) -> "Report":
     """Checks the step of a run with these settings, and writes `check.json` into its folder.
 
     The run's own parts are built as for training, and its first batch is trained on, on weights that nobody keeps. Code
-    is checked as it is before torch.compile (`graph.compile`), which compiles what is captured.
-
-    Raises:
-        ConfigError: nothing is to be captured, or the data or model cannot be used.
-        GraphmodError: the folder cannot be written to.
+    is checked as it is before torch.compile (`graph.compile`), which compiles what is captured. Raises ConfigError
+    where nothing is to be captured, or the data or model cannot be used, and GraphmodError where the folder cannot be
+    written to.
     """
     scope = Scope.full_iteration if config.graph.auto else config.graph.scope
     if scope is Scope.none:

@@ -23,16 +23,8 @@ from graphmod.train.targets import check_target
 
 
 def require_library(name: str, extra: str, why: str) -> None:
-    """Checks that a library is installed.
-
-    Args:
-        name: what is imported.
-        extra: which extra of this package brings it.
-        why: the setting that needs it.
-
-    Raises:
-        ConfigError: it is not there.
-    """
+    """Raises ConfigError, which names the setting in `why`, unless a library is installed; the extra of this package
+    brings it."""
     if name in sys.modules:
         found = sys.modules[name] is not None
     else:
@@ -100,11 +92,8 @@ class TrainGraphConfig(CUDAGraphConfig):
 
 
 def train_settings(given: object) -> TrainGraphConfig:
-    """What was given as `config`, with the defaults for what it does not say.
-
-    Raises:
-        TypeError: it is no such thing.
-    """
+    """What was given as `config`, with the defaults for what it does not say. Raises TypeError where it is no such
+    thing."""
     if isinstance(given, TrainGraphConfig):
         return given
     plain = settings(given)
@@ -729,11 +718,8 @@ def check_parallel(parallel: ParallelConfig) -> None:
 
 
 def sizes(parallel: ParallelConfig, ranks: int) -> dict[str, int]:
-    """How so many ranks are arranged: `dp` with different batches times `tp` that split each layer.
-
-    Raises:
-        ConfigError: they cannot be.
-    """
+    """How so many ranks are arranged: `dp` with different batches times `tp` that split each layer. Raises ConfigError
+    where they cannot be."""
     if not parallel.mode.splits_layers:
         return {"dp": ranks, "tp": 1}
     tp = parallel.tp or ranks

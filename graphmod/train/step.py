@@ -89,11 +89,7 @@ def _check(batch: Any, leaves: list[Tensor]) -> None:
 
 
 class Staging:
-    """A fixed place on the device for the batches of each form and shape.
-
-    Args:
-        device: where batches are brought.
-    """
+    """A fixed place on the device for the batches of each form and shape."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -101,12 +97,8 @@ class Staging:
 
     def __call__(self, batch: Any) -> Any:
         """A batch of the same form at its place, without waiting for the step that still runs; what it holds beside
-        tensors stays as it is.
-
-        Raises:
-            TypeError: it holds no tensors.
-            ValueError: its tensors disagree about the number of microbatches, or are not dense.
-        """
+        tensors stays as it is. Raises TypeError where it holds no tensors, and ValueError where its tensors disagree
+        about the number of microbatches, or are not dense."""
         if type(batch) is Tensor:  # most batches, of which to find the form would take longer than the copy
             places = self._places.get((batch.shape, batch.dtype))
             return self._load(batch, places[0] if places else self._made(batch, [batch], (batch.shape, batch.dtype))[0])
@@ -375,16 +367,8 @@ class Iteration:
 
 
 class LayerGraphs:
-    """The graphs of an iteration in scope `per_layer`.
-
-    Args:
-        iteration: whose loss function gets its criterion from a graph, where there is one.
-        config: with `optimizer`, what lies beside the layers is captured too, and so is the update.
-        layers: names of the model's layers.
-
-    Attributes:
-        graphs: all of them; those of the model come first.
-    """
+    """The graphs of an iteration in scope `per_layer`, those of the model first. With `config.optimizer` what lies
+    beside the layers is captured too, the criterion of the loss function, where it has one, and the update."""
 
     def __init__(self, iteration: Iteration, config: TrainGraphConfig, layers: list[str]) -> None:
         self._iteration, self._update = iteration, None

@@ -36,11 +36,8 @@ def named(setting: str, target: dict[str, Any]) -> str:
 
 
 def located(setting: str, target: dict[str, Any]) -> Callable:
-    """What `target` names: a class or a function. Modules in the present folder are found.
-
-    Raises:
-        ConfigError: there is no such module, nothing of that name in it, or it cannot be called.
-    """
+    """What `target` names: a class or a function. Modules in the present folder are found. Raises ConfigError where
+    there is no such module, nothing of that name in it, or it cannot be called."""
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     parts, said = target[TARGET].split("."), named(setting, target)
@@ -119,7 +116,6 @@ def made(setting: str, target: dict[str, Any], *, bound_to: tuple[str, ...] = ()
 
     Args:
         setting: under which it stands, for errors, such as `model`.
-        target: `_target_`, and arguments by name.
         bound_to: what else it will be called with, in words; its arguments are bound to it then, and it is not called.
         more: arguments that `target` need not name.
 
