@@ -107,14 +107,8 @@ def main(arguments: list[str], program: str = "graphmod check") -> int:
 
 
 def checked_as_given(given: argparse.Namespace, meeting: Meeting | None = None) -> Report:
-    """The report of what the arguments name.
-
-    Args:
-        meeting: of ranks that are processes of this command; None finds those of the program itself.
-
-    Raises:
-        Unusable: it cannot be checked.
-    """
+    """The report of what the arguments name; the meeting is of ranks that are processes of this command, or else those
+    of the program itself meet. Raises Unusable where it cannot be checked."""
     from graphmod.check.meeting import meeting_of_ranks  # loads PyTorch, which --help need not wait for
     from graphmod.check.run import checked
 
@@ -261,14 +255,8 @@ def _raised(what: str, error: BaseException) -> str:
 
 
 def check_as_ranks(count: int, arguments: list[str]) -> Report:
-    """The report of so many ranks.
-
-    Args:
-        arguments: of the command.
-
-    Raises:
-        Unusable: a rank could not check it.
-    """
+    """The report of so many ranks, for these arguments of the command. Raises Unusable where a rank could not check
+    it."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stopping:
         command = [sys.executable, "-m", "graphmod.check.one_rank", folder, *arguments]
         port = free_port()

@@ -197,14 +197,8 @@ class Parted(BaseException):
 
 
 class Meeting:
-    """Of all ranks of a program, in one check.
-
-    Args:
-        store: that all of them use.
-        rank, ranks: this one, and how many there are.
-        timeout: seconds to wait for others.
-        waits: whether a collective waits for all of its ranks; not where none really runs.
-    """
+    """Of all ranks of a program, in one check, which wait so many seconds for others. A collective waits for all of its
+    ranks, or not where none really runs."""
 
     def __init__(self, store: Any, rank: int, ranks: int, timeout: float, waits: bool) -> None:
         self.rank, self.ranks, self._timeout, self._waits = rank, ranks, timeout, waits
@@ -220,11 +214,8 @@ class Meeting:
         self._call += 1
 
     def before(self, op: Any, args: tuple, kwargs: dict) -> None:
-        """Takes in that an operator of `torch.distributed` is about to run.
-
-        Raises:
-            Parted: other ranks do not come to the same.
-        """
+        """Takes in that an operator of `torch.distributed` is about to run. Raises Parted where other ranks do not come
+        to the same."""
         for one in collectives_of(op, args, kwargs, lines()):
             self.note(one)
             if self._waits and not one.message:
@@ -242,11 +233,8 @@ class Meeting:
             raise Parted
 
     def exchange(self, value: Any, ranks: Iterable[int], group: Any) -> dict[int, Any]:
-        """What each rank of a group, in its order, has put there as this one puts `value`.
-
-        Raises:
-            Parted: one has come to the end of its call instead.
-        """
+        """What each rank of a group, in its order, has put there as this one puts `value`. Raises Parted where one has
+        come to the end of its call instead."""
         self._counts[group] += 1
         name = f"{group}/{self._counts[group]}"
         self._store.set(f"{name}/{self.rank}", pickle.dumps(value))
@@ -256,17 +244,8 @@ class Meeting:
         return dict(zip(ranks, self._read(name, ranks), strict=True))
 
     def finish(self, error: BaseException | None = None) -> list[Way]:
-        """Ends this rank's part, and waits for the others.
-
-        Args:
-            error: what the call has raised.
-
-        Returns:
-            What each rank did.
-
-        Raises:
-            RanksMissing: some did not come.
-        """
+        """Ends this rank's part, with what its call has raised, and waits for the others. Returns what each rank did.
+        Raises RanksMissing where some did not come."""
         said = "" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
         self._store.set(f"end/{self.rank}", pickle.dumps(Way(self.rank, self._steps, self._stopped, said, self._call)))
         if error is not None:

@@ -35,12 +35,8 @@ _HOMES = (distributed, distributed_c10d, device_mesh)
 
 
 def pretend(store: Any, meeting: Meeting) -> None:
-    """Lets this process be one of several ranks of a program that is imported after this, for good.
-
-    Args:
-        store: that the ranks share.
-        meeting: of the ranks.
-    """
+    """Lets this process be one of several ranks, which share `store`, of a program that is imported after this, for
+    good."""
     from graphmod.torch_private import fake_process_group  # noqa: F401 - importing it registers the backend
 
     rank, ranks = meeting.rank, meeting.ranks

@@ -344,11 +344,8 @@ def checked(
     layers: bool | str | list[str] | None = None,
     meeting: Meeting | None = None,
 ) -> Report:
-    """The report of `check_call` on `target(*args, **kwargs)`.
-
-    Args:
-        meeting: of the ranks; None where this process is alone.
-    """
+    """The report of `check_call` on `target(*args, **kwargs)`; None as the meeting of ranks is of a process that is
+    alone."""
     root = target._root if isinstance(target, CUDAGraphModule) else target
     if not callable(root):
         raise TypeError(f"graphmod.check takes a module or a callable, got {type(root).__name__}")
@@ -386,7 +383,6 @@ def check_layers(
     """Says what would keep parts of a model out of graphs, each of which would have graphs of its own.
 
     Args:
-        model: that has them.
         layers: their names.
         run: calls the model once.
         others: further callables that `run` calls: name -> `(object, attribute)` through which it does.

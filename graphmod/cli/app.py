@@ -161,7 +161,6 @@ class App:
 
     Attributes:
         name: of the command, and of the file with its defaults and its help.
-        kind: its settings, a dataclass.
         texts: settings that are taken as they are, unless they are quoted as Hydra's grammar wants it.
         smaller: the settings to lower where memory is short.
         given: the arguments of the command line, as they were.
@@ -191,13 +190,9 @@ class App:
         task: Callable[[DictConfig], Any],
         finish: Callable[[int], int] = lambda status: status,
     ) -> int:
-        """Does what the arguments ask for; returns the exit status.
-
-        Args:
-            arguments: of the command line.
-            task: what the command does with the composed settings; what it returns a sweeper may minimize.
-            finish: called after Hydra's part, with the exit status so far; returns that of the command.
-        """
+        """Does what the arguments ask for; returns the exit status. What `task` makes of the composed settings a
+        sweeper may minimize; `finish` is called after Hydra's part, with the exit status so far, and returns that of
+        the command."""
         self.given, self.folder, status = list(arguments), None, 0
         try:
             if "--version" in arguments:
@@ -230,11 +225,8 @@ class App:
         return conclude(error, self.smaller, self.folder, self.kind)[0]
 
     def arguments(self, given: list[str]) -> list[str]:
-        """The arguments as Hydra wants them: flags first, then overrides, whose texts and paths are quoted.
-
-        Raises:
-            ConfigError: what is no flag, flags that exclude each other, a setting without a value.
-        """
+        """The arguments as Hydra wants them: flags first, then overrides, whose texts and paths are quoted. Raises
+        ConfigError for what is no flag, flags that exclude each other, a setting without a value."""
         parser = _Arguments(add_help=False, allow_abbrev=False, parents=[hydra_utils.get_args_parser()])
         found, strange = parser.parse_known_intermixed_args(given)
         if strange:
@@ -309,11 +301,8 @@ class App:
         self.typed(without_hydra(config))
 
     def compose(self, overrides: list[str]) -> DictConfig:
-        """The settings for these overrides, as Hydra composes them, without its own.
-
-        Raises:
-            ConfigError: an unknown key, a choice that there is not, a value of the wrong kind, a file that is not YAML.
-        """
+        """The settings for these overrides, as Hydra composes them, without its own. Raises ConfigError for an unknown
+        key, a choice that there is not, a value of the wrong kind, a file that is not YAML."""
         with self._composed(overrides) as config:
             return without_hydra(config)
 
@@ -339,16 +328,9 @@ class App:
             GlobalHydra.instance().clear()
 
     def typed(self, settings: DictConfig | dict, resumed: bool = False) -> Any:
-        """The settings as an object of their kind.
-
-        Args:
-            settings: as Hydra composed them.
-            resumed: they go over those of a run, which may have a part of the user's own that takes what is unknown.
-
-        Raises:
-            ConfigError: a key that there is not, which Hydra lets pass where it was added with `+`, or a value of the
-                wrong kind.
-        """
+        """The settings, as Hydra composed them, as an object of their kind. Where they go over those of a run that is
+        resumed, this may have a part of the user's own that takes what is unknown. Raises ConfigError for a key that
+        there is not, which Hydra lets pass where it was added with `+`, or a value of the wrong kind."""
         try:
             plain: Any = OmegaConf.to_container(settings, resolve=True) if OmegaConf.is_config(settings) else settings
             merged = OmegaConf.merge(schema(self.kind), {k: self._folded(k, v, resumed) for k, v in plain.items()})
@@ -456,11 +438,8 @@ TRAIN = App(
 
 
 def parse(settings: DictConfig | dict) -> RunConfig:
-    """The typed and checked settings of a run.
-
-    Raises:
-        ConfigError: an unknown key, a value of the wrong kind, an impossible combination, a path that is not there.
-    """
+    """The typed and checked settings of a run. Raises ConfigError for an unknown key, a value of the wrong kind, an
+    impossible combination, a path that is not there."""
     config = TRAIN.typed(settings)
     check(config)
     from graphmod.train.device import check_device  # loads PyTorch

@@ -41,14 +41,9 @@ _DTYPES = {Precision.saved: "auto", Precision.fp32: torch.float32, Precision.bf1
 
 
 def load_model(folder: Path, source: ModelSource, codec: Codec | None = None) -> PreTrainedModel:
-    """The model in `folder`, in evaluation mode, on its device; says which it is.
-
-    Args:
-        codec: of its tokens; adapters get its special tokens, for the base they are loaded on has its own ends.
-
-    Raises:
-        ConfigError: transformers cannot read it, or weights are missing.
-    """
+    """The model in `folder`, in evaluation mode, on its device; says which it is. Adapters get the special tokens of
+    `codec`, for the base they are loaded on has its own ends. Raises ConfigError where transformers cannot read it, or
+    weights are missing."""
     device = pick_device(source.device, "model.device")
     adapters = is_adapter(folder)
     if not adapters:
@@ -223,12 +218,8 @@ def _run(config: GenerateConfig, folder: Path, prompts: list[Prompt], out: Outpu
 
 
 def generate(config: GenerateConfig, folder: Path, prompts: list[Prompt], out: Path | None) -> int:
-    """Goes on from the prompts; returns the exit status. Raises GraphmodError.
-
-    Args:
-        folder: of the model.
-        out: where completions go; None prints them.
-    """
+    """Goes on from the prompts with the model in `folder`, into the file `out`, or prints the completions; returns the
+    exit status. Raises GraphmodError."""
     if out is None or config.prompts_file is None:
         return _run(config, folder, prompts, None)
     with open_output(out, Path(config.prompts_file), config.overwrite) as file:  # the model may take minutes to load
@@ -243,14 +234,7 @@ _TO_ABORT = 10  # seconds for the engine to end what it runs
 
 
 class _Signals:
-    """SIGTERM and Ctrl-C: the first is noted, the second ends the process at once.
-
-    Args:
-        last: called before that.
-
-    Attributes:
-        number: of the first; None before it.
-    """
+    """SIGTERM and Ctrl-C: the number of the first is noted, the second calls `last` and ends the process at once."""
 
     def __init__(self, last: Callable[[], None]) -> None:
         self.number: int | None = None
@@ -272,11 +256,8 @@ class _FrontEnded(BaseException):
 
 @contextlib.contextmanager
 def _needs(front: FrontProcess) -> Iterator[None]:
-    """Ends what this thread does where the front ends meanwhile: to load a model may take minutes.
-
-    Raises:
-        FrontLost: it has.
-    """
+    """Ends what this thread does where the front ends meanwhile, and raises FrontLost: to load a model may take
+    minutes."""
 
     def child_ended(*_: object) -> None:
         if front.has_ended:
@@ -308,14 +289,8 @@ def _engine(config: ServeConfig, folder: Path) -> DecodeEngine:
 
 
 def serve(config: ServeConfig, folder: Path, address: str, front: FrontProcess) -> int:
-    """Serves the model in `folder` at an address; returns the exit status.
-
-    Args:
-        front: that answers there.
-
-    Raises:
-        GraphmodError: the model cannot be used, or the front has ended.
-    """
+    """Serves the model in `folder` at an address, where `front` answers; returns the exit status. Raises GraphmodError
+    where the model cannot be used, or the front has ended."""
     host = Host(front.work, front.control)
     try:
         say_plainly(f"loading; {address}/health shows when it is ready")

@@ -173,12 +173,8 @@ _OWN_FILES = ("--config", "--config-file", "--yaml")
 
 
 def unknown_flag(argument: str, following: str, flags: list[str], kind: type) -> str:
-    """The error for an argument with dashes that is no flag: `--steps=3`, or `--steps` with `3` after it.
-
-    Args:
-        following: the argument after it; empty when it is the last one.
-        flags: those there are.
-    """
+    """The error for an argument with dashes that is none of the flags: `--steps=3`, or `--steps` with `3` following
+    it."""
     name, equals, value = argument.partition("=")
     word = name.lstrip("-").replace("-", "_")
     if not equals:
@@ -250,11 +246,8 @@ def _missing(error: MissingConfigException, kind: type) -> str:
 
 
 def no_choice(group: str, choice: str, options: Iterable[str], kind: type) -> str:
-    """The error for a choice of a group that there is not, or not for the command with settings of that kind.
-
-    Args:
-        options: all choices of the group, also those of other commands.
-    """
+    """The error for a choice of a group that there is not, or not for the command with settings of that kind; `options`
+    are also those of other commands."""
     options = of_command(group, options, kind)
     listed = f"\n  choices of {group!r}: {', '.join(options)}" if options else ""
     if group == "optim" and choice.lower() in REFUSED_OPTIMIZERS:
@@ -281,12 +274,8 @@ def _several_values(override: str, kind: type) -> str:
 
 
 def explain(error: BaseException, kind: type = RunConfig) -> str:
-    """One to three lines that say what is wrong with the command line or a config file and how to mend it.
-
-    Args:
-        error: an exception of Hydra, omegaconf or yaml; what it wraps is looked at first.
-        kind: the settings that were to be read.
-    """
+    """One to three lines that say what is wrong with the command line or a config file and how to mend it, from an
+    exception of Hydra, omegaconf or yaml; what it wraps is looked at first."""
     if isinstance(error, MarkedYAMLError) and (place := error.problem_mark) is not None:
         return f"{place.name}:{place.line + 1} is not YAML: {error.problem}"
     if isinstance(error, YAMLError):
@@ -357,13 +346,8 @@ def _expected(key: str, kind: type) -> str:
 
 
 def without_name(argument: str, before: str, kind: type) -> str:
-    """The error for an argument without an equals sign.
-
-    Args:
-        argument: as it was typed.
-        before: the argument before it; "" where it is the first.
-        kind: the settings of the command.
-    """
+    """The error for an argument without an equals sign, which may belong to the one before it; "" where it is the
+    first."""
     names = setting_names(kind)
     if name := (meant(argument, names) or "").partition("=")[0]:
         return f"{argument!r} has no value; write {name}=VALUE, without spaces around '='"
@@ -410,12 +394,7 @@ def _of_hydra(error: Exception) -> bool:
 
 
 class JobFailed(GraphmodError):
-    """A job failed, and has said why.
-
-    Args:
-        reason: why, in words.
-        status: the exit status that a process with this job alone has.
-    """
+    """A job failed, and has said why; a process with this job alone has that exit status."""
 
     def __init__(self, reason: str, status: int = 1) -> None:
         super().__init__(reason)
@@ -435,15 +414,11 @@ def conclude(
     folder: Path | None = None,
     kind: type = RunConfig,
 ) -> tuple[int, str]:
-    """Says what ended a command, or one job of several; returns the exit status, and why it ended.
+    """Says what ended a command, or one job of several, that wrote to `folder`; returns the exit status, and why it
+    ended. Where memory is short, the settings to lower are the `smaller`.
 
     With HYDRA_FULL_ERROR=1 in the environment of the command, where Hydra's users look for it, the traceback comes
     before.
-
-    Args:
-        smaller: the settings to lower where memory is short.
-        folder: where it wrote to.
-        kind: the settings of the command.
     """
     if isinstance(error, JobFailed):
         return error.status, str(error)

@@ -102,11 +102,8 @@ def _given(cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
 
 def _folded(given: dict[str, Any], saved: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """What is given, with settings that hold several values whole: what they were with what is given over it. So are
-    the arguments of a part of the user's own, in `target`.
-
-    Raises:
-        ConfigError: a setting that there is not, for a run without such a part.
-    """
+    the arguments of a part of the user's own, in `target`. Raises ConfigError for a setting that there is not, for a
+    run without such a part."""
     found: dict[str, Any] = {}
     for name, value in given.items():
         group, *keys = name.split(".")
@@ -154,10 +151,6 @@ def _start_as_many(settings: dict[str, Any], manifest: dict[str, Any]) -> None:
 def job_settings(cfg: DictConfig, overrides: list[str]) -> tuple[DictConfig | dict[str, Any], list[str]]:
     """The settings of a job that Hydra has composed: with `train.resume=FOLDER` those of that run and, over them, what
     the command line gives.
-
-    Args:
-        cfg: composed by Hydra.
-        overrides: the job's.
 
     Returns:
         All settings, by group, to be parsed; and in words what the command line changes of the run that is resumed.
@@ -215,11 +208,8 @@ _SWEEP_FILE = "multirun.yaml"  # Hydra's
 
 
 def require_new(sweep: Path, resume: str) -> None:
-    """Clears what jobs of an earlier multirun have left in its folder for the comparison.
-
-    Raises:
-        ConfigError: it holds finished runs of another multirun, and is not to be resumed.
-    """
+    """Clears what jobs of an earlier multirun have left in its folder for the comparison. Raises ConfigError where it
+    holds finished runs of another multirun, and is not to be resumed."""
     if resume == NONE and holds_finished_runs(sweep):
         raise ConfigError(
             f"hydra.sweep.dir={from_here(sweep)} holds runs of an earlier multirun, and new ones would mix with them; "
@@ -229,29 +219,16 @@ def require_new(sweep: Path, resume: str) -> None:
 
 
 def leave(sweep: Path, number: int, **what: Any) -> None:
-    """Leaves what there is to know of a job for the comparison.
-
-    Args:
-        sweep: the folder of the multirun.
-        number: of the job.
-        what: `name`, `folder`, `scope`, `status` (of a process with this job alone) and `error`.
-    """
+    """Leaves what there is to know of a job for the comparison: `name`, `folder`, `scope`, `status` (of a process with
+    this job alone) and `error`."""
     with suppress(OSError):  # a full disk: the job itself has said so
         (sweep / _JOBS).mkdir(exist_ok=True)
         (sweep / _JOBS / f"{number:06}.json").write_text(json.dumps(what), encoding="utf-8")
 
 
 def conclude_sweep(sweep: Path, failed: bool) -> int:
-    """Compares the jobs that have left something; returns the highest of their exit statuses.
-
-    Args:
-        sweep: the folder of the multirun.
-        failed: it has said why there may be no job.
-
-    Raises:
-        ConfigError: there was no job.
-        GraphmodError: the comparison cannot be written.
-    """
+    """Compares the jobs that have left something; returns the highest of their exit statuses. Raises ConfigError where
+    there was no job, unless it has failed and said why, and GraphmodError where the comparison cannot be written."""
     jobs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((sweep / _JOBS).glob("*.json"))]
     shutil.rmtree(sweep / _JOBS, ignore_errors=True)
     if not jobs:
@@ -409,11 +386,7 @@ def _anchored(cfg: DictConfig, cwd: str | None) -> DictConfig:
 @contextmanager
 def started(cfg: DictConfig, job: Job) -> Iterator[Start]:
     """Where a job starts, and with which settings. Inside, this process owns the folder that it writes to, until the
-    lock is given back to ranks that it starts.
-
-    Raises:
-        ConfigError: settings that cannot be, or see `claimed`.
-    """
+    lock is given back to ranks that it starts. Raises ConfigError for settings that cannot be, or as `claimed`."""
     if job.cwd is not None and job.cwd not in sys.path:
         sys.path.insert(0, job.cwd)  # where parts of the user's own are
     settings, changed = job_settings(_anchored(cfg, job.cwd), job.overrides)
@@ -467,18 +440,9 @@ def _check_step(config: RunConfig, folder: Path) -> Path:
 
 
 def run_job(cfg: DictConfig, job: Job, start: Start | None = None, failed: Exception | None = None) -> Path:
-    """Runs one job, composed by Hydra; returns the folder it wrote to.
-
-    Args:
-        cfg: its settings.
-        job: it.
-        start: where it starts, if that is known; of ranks that a launcher has started the first one knows it.
-        failed: why it cannot, of such ranks.
-
-    Raises:
-        JobFailed: it failed, and has said why.
-        SystemExit: it was stopped, or what it checked would not be captured.
-    """
+    """Runs one job, composed by Hydra; returns the folder it wrote to. Where it starts (`start`) or why it cannot
+    (`failed`) may be known; of ranks that a launcher has started the first one knows it. Raises JobFailed where it
+    failed, and has said why, and SystemExit where it was stopped, or what it checked would not be captured."""
     try:
         if ranks_started() > 1:
             return among_ranks(lambda: _device(cfg, job), job, lambda ranks: _on_ranks(start, failed, ranks))
@@ -502,14 +466,8 @@ def run_job(cfg: DictConfig, job: Job, start: Start | None = None, failed: Excep
 
 
 def run_one_of(cfg: DictConfig, job: Job, number: int, require: Callable[[], None]) -> Path:
-    """Runs one job of a multirun as `run_job` does, and leaves what the comparison needs.
-
-    Args:
-        cfg: its settings.
-        job: it.
-        number: of the job.
-        require: raises ConfigError for settings that it cannot have.
-    """
+    """Runs the job of that number in a multirun as `run_job` does, after `require` has raised no ConfigError for its
+    settings, and leaves what the comparison needs."""
     assert job.sweep is not None
     about = {"name": os.path.relpath(job.folder, job.sweep), "folder": str(job.folder), "scope": cfg.graph.scope.value}
     try:
@@ -527,16 +485,8 @@ def run_one_of(cfg: DictConfig, job: Job, number: int, require: Callable[[], Non
 def among_ranks(
     device: Callable[[], DeviceName], job: Job, start: Callable[[Ranks], AbstractContextManager[Start]]
 ) -> Path:
-    """Runs a job on the ranks that a launcher has started, all of which call this; returns the folder it wrote to.
-
-    Args:
-        device: says on which they join.
-        job: it.
-        start: where it starts, the same on all ranks.
-
-    Raises:
-        JobFailed, SystemExit: as `run_job`.
-    """
+    """Runs a job on the ranks that a launcher has started, all of which call this; returns the folder it wrote to. They
+    join on a `device`, and start where the first one found. Raises what `run_job` does."""
     from graphmod.cli.launch import Peers
 
     with _said(job), joined(device()) as ranks:

@@ -192,13 +192,9 @@ def require_free(path: Path, prompts: Path, overwrite: bool) -> None:
 
 @contextlib.contextmanager
 def open_output(path: Path, prompts: Path, overwrite: bool) -> Iterator[OutputFile]:
-    """The file at `path`, opened for writing; folders above it are made.
-
-    Raises:
-        ConfigError: it is the file of the prompts, it holds something that is not to be overwritten, or it cannot be
-            opened.
-        OutputError: what was written did not reach it.
-    """
+    """The file at `path`, opened for writing; folders above it are made. Raises ConfigError where it is the file of the
+    prompts, holds something that is not to be overwritten, or cannot be opened, and OutputError where what was written
+    did not reach it."""
     require_free(path, prompts, overwrite)
     try:
         new = not path.exists()

@@ -239,12 +239,8 @@ _RUNS = Path("runs/train"), Path("runs/compare")  # of train.py, and of its mult
 
 def model_folder(path: str) -> Path:
     """The folder of the model that `path` means: itself, one in the cache of Hugging Face, or the latest checkpoint
-    below it that is whole. The log says which later ones are damaged.
-
-    Raises:
-        ConfigError: there is none, or it is a checkpoint that is damaged, newer than this version, or of a model of
-            somebody's own.
-    """
+    below it that is whole. The log says which later ones are damaged. Raises ConfigError where there is none, or it is
+    a checkpoint that is damaged, newer than this version, or of a model of somebody's own."""
     found = _whole(path)
     require_no_own_model(found)
     return found

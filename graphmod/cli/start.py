@@ -30,12 +30,8 @@ class OutputError(GraphmodError, OSError):
 
 
 def show(text: str, end: str = "\n") -> None:
-    """Prints to the standard output, at once.
-
-    Raises:
-        BrokenPipeError: nobody reads it any more.
-        OutputError: it cannot be written.
-    """
+    """Prints to the standard output, at once. Raises BrokenPipeError where nobody reads it any more, and OutputError
+    where it cannot be written."""
     try:
         print(text, end=end, flush=True)
     except BrokenPipeError:
@@ -176,11 +172,8 @@ def _interrupted(*_: object) -> None:
 def loading(silent: bool = False) -> Iterator[None]:
     """Around imports of large libraries: Ctrl-C ends the process with one line, because a KeyboardInterrupt in the
     middle of an import is a page of traceback, or another error. A missing library is one line too. The garbage
-    collector, which would look through all that was imported so far again and again, waits.
-
-    Args:
-        silent: never tells a terminal, after some seconds, what takes so long.
-    """
+    collector, which would look through all that was imported so far again and again, waits. After some seconds a
+    terminal is told what takes so long, unless it is to stay `silent`."""
     telling = threading.Timer(_SILENCE, print, ["loading PyTorch and transformers"], {"file": sys.stderr})
     telling.daemon = True
     if sys.stderr.isatty() and not silent:

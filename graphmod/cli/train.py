@@ -62,12 +62,8 @@ _command = _Command()
 
 
 def _task(settings: DictConfig) -> float | None:
-    """One job; returns its last loss, that of an evaluation if there was one, for sweepers that minimize it.
-
-    Raises:
-        JobFailed: it failed, and has said why.
-        SystemExit: it was stopped.
-    """
+    """One job; returns its last loss, that of an evaluation if there was one, for sweepers that minimize it. Raises
+    JobFailed where it failed, and has said why, and SystemExit where it was stopped."""
     with loading():
         from graphmod.cli.job import Job, run_job, run_one_of
         from graphmod.train.result import RunResult
@@ -181,10 +177,7 @@ class TrainCallback(CommandCallback):
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         """Refuses what cannot be, and finds out where the run starts: a run that it resumes has a folder already.
-
-        Raises:
-            ConfigError: the settings cannot be meant, or a folder is in use.
-        """
+        Raises ConfigError where the settings cannot be meant, or a folder is in use."""
         super().on_run_start(config)
         _set(config, runtime__output_dir=str(Path(str(config.hydra.run.dir)).absolute()))  # which settings may name
         HydraConfig.instance().set_config(config)
@@ -219,11 +212,8 @@ class TrainCallback(CommandCallback):
                     config[group] = values
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Refuses what cannot be, and takes the folder of the multirun.
-
-        Raises:
-            ConfigError: the settings cannot be meant, or the folder is in use, or holds another multirun.
-        """
+        """Refuses what cannot be, and takes the folder of the multirun. Raises ConfigError where the settings cannot be
+        meant, or the folder is in use, or holds another multirun."""
         super().on_multirun_start(config)
         overrides = given_overrides(config, "task")
         HydraConfig.instance().set_config(config)
