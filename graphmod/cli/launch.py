@@ -3,7 +3,6 @@
 import json
 import os
 import secrets
-import selectors
 import signal
 import socket
 import subprocess
@@ -69,15 +68,8 @@ def _wait(processes: list[subprocess.Popen]) -> bool:
 
 
 def launch(told: dict[str, Any], count: int) -> None:
-    """Runs a job on so many ranks of this machine.
-
-    Args:
-        told: what each rank is told, as plain values.
-
-    Raises:
-        JobFailed: they have failed, and said why.
-        SystemExit: they were stopped.
-    """
+    """Runs a job on so many ranks of this machine, each of which is told plain values. Raises JobFailed where they have
+    failed, and said why, and SystemExit where they were stopped."""
     with tempfile.TemporaryDirectory(prefix="graphmod-") as folder:
         answer, port = Path(folder) / "answer.json", free_port()
         line = json.dumps({**told, "answer": str(answer)}).encode() + b"\n"
@@ -115,11 +107,8 @@ _GREETING = 200
 
 
 class Peers:
-    """The other ranks of this one; while it is open, a thread listens to them.
-
-    Args:
-        ranks: of the run.
-        speak: says what went wrong with another rank.
+    """The other ranks of this one; while it is open, threads listen to them. What went wrong with another rank is said
+    by `speak`.
 
     Attributes:
         way_on: what there is to say of the run that was lost.
@@ -132,12 +121,12 @@ class Peers:
         self.lost: str | None = None
         self.status = 0
         self.way_on: Callable[[], str] = lambda: ""
-        self._noticed, self._ended = threading.Event(), threading.Event()
+        self._noticed, self._ended, self._ending = threading.Event(), threading.Event(), threading.Lock()
         self._said = ""
         self._links: dict[int, socket.socket] = self._connect()
-        self._buffers: dict[int, bytes] = dict.fromkeys(self._links, b"")
-        self._thread = threading.Thread(target=self._listen, name="peers", daemon=True)
-        self._thread.start()
+        self._threads = [threading.Thread(target=self._listen, args=one, daemon=True) for one in self._links.items()]
+        for thread in self._threads:
+            thread.start()
 
     def _connect(self) -> dict[int, socket.socket]:
         ranks, address = self._ranks, os.environ.get("MASTER_ADDR", "127.0.0.1")
@@ -177,53 +166,37 @@ class Peers:
         return self.lost
 
     def close(self, status: int, failed: bool) -> None:
-        """Ends: the last thing that a rank does.
-
-        Args:
-            status: with which the process is about to exit.
-            failed: not all ranks come to this end by themselves.
-        """
+        """Ends: the last thing that a rank does before it exits with that status; if it has failed, not all ranks come
+        to this end by themselves."""
         self._ended.set()
         if self._ranks.first:
             for rank in self._links:
                 self._tell(rank, **({"end": status} if failed else {"left": True}))
         elif self.lost is None:
             self._tell(0, **({"failed": self._said, "status": status} if failed else {"left": True}))
-            self._thread.join(_PATIENCE)  # the first one, which may still write, should not be ended by a launcher
+            self._threads[0].join(_PATIENCE)  # the first one, which may still write, should not be ended by a launcher
         for link in self._links.values():
             with suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
-        self._thread.join(_GRACE)
+        for thread in self._threads:
+            thread.join(_GRACE)
 
-    def _listen(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            for rank, link in self._links.items():
-                selector.register(link, selectors.EVENT_READ, rank)
-            left: set[int] = set()
-            while len(left) < len(self._links):
-                for key, _ in selector.select():
-                    rank = key.data
-                    try:
-                        data = self._links[rank].recv(1 << 16)
-                    except OSError:
-                        data = b""
-                    *lines, self._buffers[rank] = (self._buffers[rank] + data).split(b"\n")
-                    for line in lines:
-                        message = json.loads(line)
-                        if "left" in message:
-                            left.add(rank)
-                        else:
-                            self._end(rank, message)
-                    if not data:
-                        selector.unregister(key.fileobj)
-                        if rank not in left:
-                            self._end(rank, {})
-                            left.add(rank)
+    def _listen(self, rank: int, link: socket.socket) -> None:
+        with suppress(OSError, ValueError), link.makefile() as lines:  # of which the last one may be half
+            for line in lines:
+                message = json.loads(line)
+                if "left" in message:
+                    return
+                self._end(rank, message)
+        self._end(rank, {})
 
     def _end(self, rank: int, message: dict[str, Any]) -> None:
         """Another rank has failed, or is gone, or the first one ends all."""
-        if self._ended.is_set():
-            return
+        with self._ending:
+            if not self._ended.is_set():
+                self._end_all(rank, message)
+
+    def _end_all(self, rank: int, message: dict[str, Any]) -> None:
         if "end" in message:
             os._exit(message["end"])
         status = self.status = message.get("status", 1)
