@@ -30,13 +30,11 @@ from graphmod.train.device import pick_device
 from graphmod.train.display import LOG_FILE, Journal
 from graphmod.train.folders import (
     CHECKPOINTS,
-    DamagedCheckpoint,
     checkpoints,
     forget,
     from_here,
     link_latest,
     owned,
-    read_manifest,
 )
 from graphmod.train.ranks import ALONE, Ranks, joined, ranks_of
 from graphmod.train.result import RESULT_FILE, RunResult, median
@@ -45,13 +43,13 @@ from graphmod.train.resume import (
     NONE,
     ResumePoint,
     all_settings,
+    by_full_name,
     claimed,
+    decisive_settings,
     holds_finished_runs,
-    newest_readable,
+    readable,
     require_left,
     require_same,
-    run_of,
-    with_changes,
 )
 from graphmod.train.run import CHECK_FILE, Aborted, check_training, train
 from graphmod.train.settings import DeviceName, ParallelMode, RunConfig, plain_config
@@ -100,40 +98,26 @@ def _given(cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
     return {name: _plain(cfg, name) for name in sorted({*names})}
 
 
-def _folded(given: dict[str, Any], saved: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What is given, with settings that hold several values whole: what they were with what is given over it. So are
-    the arguments of a part of the user's own, in `target`. Raises ConfigError for a setting that there is not, for a
-    run without such a part."""
-    found: dict[str, Any] = {}
+def _changed(saved: dict[str, dict[str, Any]], given: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The settings of a run with what is given, by full name, over them. What only a part of the user's own knows is an
+    argument of it; another part has none of those that the one before had. Raises ConfigError for a setting that there
+    is not, for a run without such a part."""
+    settings = copy.deepcopy(saved)
     for name, value in given.items():
         group, *keys = name.split(".")
-        if keys and keys[0] not in saved[group]:
+        if keys[0] not in saved[group]:
             keys = ["target", *keys]
-        if len(keys) < 2 or keys[0] == "lora":
-            found[name] = value
-            continue
-        was = saved[group].get(keys[0]) or {}
-        if keys[0] == "target":
-            target = given.get(f"{group}._target_", was.get("_target_"))
+            was = (settings[group].get("target") or {}).get("_target_")
+            target = given.get(f"{group}._target_", was)
             if target is None:
                 raise ConfigError(unknown_key(name, RunConfig, str(value)))
-            if was.get("_target_") != target:
-                was = {}
-        place = found.setdefault(f"{group}.{keys[0]}", copy.deepcopy(was))
-        for part in keys[1:-1]:
-            place = place.setdefault(part, {})
+            if was != target:
+                settings[group]["target"] = {"_target_": target}
+        place = settings[group]
+        for part in keys[:-1]:
+            place[part] = place = place.get(part) or {}
         place[keys[-1]] = value
-    return found
-
-
-def _named(resume: str) -> ResumePoint | None:
-    folder, run = Path(resume).absolute(), run_of(resume)
-    if run == folder:
-        return newest_readable(run)
-    try:
-        return ResumePoint(run, folder, read_manifest(folder))
-    except DamagedCheckpoint:
-        return None
+    return settings
 
 
 def _start_as_many(settings: dict[str, Any], manifest: dict[str, Any]) -> None:
@@ -159,25 +143,23 @@ def job_settings(cfg: DictConfig, overrides: list[str]) -> tuple[DictConfig | di
         ConfigError: the folder holds no run, or a setting is to change that decides its numbers.
     """
     resume = str(cfg.train.resume)
-    point = None if resume in (NONE, AUTO) else _named(resume)
+    point = None if resume in (NONE, AUTO) else readable(resume)
     if point is None:  # where a folder was named, whoever looks for its checkpoints says what is wrong with them
         return cfg, []
     assert point.checkpoint is not None
     manifest = point.manifest
     saved = all_settings(manifest)
-    given = _folded(_given(cfg, overrides), saved)
-    # At once, because a change that may not be can also be one that does not fit to the rest.
-    require_same(point.checkpoint, manifest, with_changes(manifest["settings"], given))
-    settings = copy.deepcopy(saved)
-    changed = []
-    for name, value in {**given, _RESUME: resume}.items():
-        *path, key = name.split(".")
-        was, place = saved, settings
-        for part in path:
-            was, place = was.get(part, {}), place.setdefault(part, {})
-        if name not in _SAID and key in was and was[key] != value:
-            changed.append(f"{name} was {as_yaml(was[key])} and is now {as_yaml(value)}")
-        place[key] = value
+    given = _given(cfg, overrides) | {_RESUME: resume}
+    settings = _changed(saved, given)
+    # At once, because a change that may not be can also be one that does not fit to the rest. The device is asked for
+    # as it may be, such as auto.
+    require_same(point.checkpoint, manifest, decisive_settings(settings, manifest["settings"]["train.device"]))
+    was = by_full_name(saved)
+    changed = [
+        f"{name} was {as_yaml(was[name])} and is now {as_yaml(value)}"
+        for name, value in sorted(by_full_name(settings).items())
+        if name in was and name not in _SAID and was[name] != value
+    ]
     if "parallel.gpus" not in given and "parallel.mode" not in given and ranks_started() == 1:
         _start_as_many(settings, manifest)
     if "train.steps" in given and "train.epochs" not in given:

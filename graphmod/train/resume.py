@@ -54,42 +54,35 @@ _BY_CONTENT = {
     *("model.path", "data.source", "data.path", "data.pattern", "data.tokenizer", "data.max_bytes", "data.column"),
     *("data.train_on", "data.split", "data.cache", "data.target"),
 }
-_LORA = "model.lora"  # settings within one, which are compared each by itself; other dicts are compared as a whole
 _OF_SAVING = {"model.lora.merge"}  # decides what is saved beside the weights
 
 
-def _each(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings by full name, those that hold others opened; without those that decide no number."""
-    opened = {f"{_LORA}.{name}": value for name, value in (settings.get(_LORA) or {}).items()}
-    return {name: value for name, value in (settings | opened).items() if name not in (_LORA, *_OF_SAVING)}
+def by_full_name(config: dict[str, Any]) -> dict[str, Any]:
+    """All settings by full name, from plain values by group. Those of adapters stand each by itself; others that hold
+    several values are one."""
+    found = {f"{group}.{name}": value for group, values in config.items() for name, value in values.items()}
+    lora = found.pop("model.lora", None) or {}
+    return found | {f"model.lora.{name}": value for name, value in lora.items()}
 
 
 def decisive_settings(config: dict[str, Any], device: str) -> dict[str, Any]:
     """The settings that decide the numbers of a run, by their full name, from all settings as plain values, by group;
     `device` is `cpu` or `cuda`."""
-    found = {
-        f"{group}.{name}": value
-        for group, names in _DECISIVE.items()
-        for name, value in config[group].items()
-        if (names is None or name in names) and f"{group}.{name}" not in _BY_CONTENT
-    }
+    found: dict[str, Any] = {"train.device": device}
+    for full, value in by_full_name(config).items():
+        group, _, name = full.partition(".")
+        names = _DECISIVE.get(group, ())
+        if (names is None or name in names) and full not in (*_BY_CONTENT, *_OF_SAVING):
+            found[full] = value
     if not config["data"]["packing"]:
         del found["data.packing_attention"]
-    return {**_each(found), "train.device": device}
-
-
-def with_changes(settings: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Decisive settings, with the values in `given` of those that are among them, by full name."""
-    # The device stands in `given` as it was asked for, which may be `auto`.
-    changed = _each(given)
-    return {name: value if name == "train.device" else changed.get(name, value) for name, value in settings.items()}
+    return found
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Each decisive setting that is not what it was, in words. One that `saved` lacks came later, and was what it is by
     default."""
-    groups = plain_config(RunConfig()).items()
-    defaults = _each({f"{group}.{name}": value for group, values in groups for name, value in values.items()})
+    defaults = by_full_name(plain_config(RunConfig()))
     was = {name: defaults.get(name, value) for name, value in now.items()} | saved
     # Those that have nothing to do with this run are left out of its settings.
     changed = [(name, before, now.get(name)) for name, before in sorted(was.items()) if before != now.get(name)]
@@ -238,11 +231,6 @@ def holds_finished_runs(folder: Path) -> bool:
     return any(not _unfinished(path.parent) for path in folder.rglob(RESULT_FILE))
 
 
-def newest_readable(run_dir: Path) -> ResumePoint | None:
-    """The newest checkpoint of a run whose manifest can be read, whether the rest is whole or not; None without one."""
-    return first_whole(checkpoints(run_dir / CHECKPOINTS), lambda one: ResumePoint(run_dir, one, read_manifest(one)))[0]
-
-
 def _in_own_folder(run_dir: Path, held: ExitStack) -> ResumePoint | None:
     """Where a job that is restarted in its folder resumes; None when it has saved nothing there. Where nothing whole is
     left it begins in a folder beside, because in its own it would delete and overlay what may still be rescued."""
@@ -280,7 +268,7 @@ def _automatic(run_dir: Path, settings: dict[str, Any], beside: bool, held: Exit
     for path in runs:
         if path == run_dir or not (path / CHECKPOINTS).is_dir() or not _unfinished(path):
             continue
-        known = newest_readable(path)
+        known = readable(str(path))
         changed = differences(known.manifest["settings"], settings) if known else []
         with ExitStack() as candidate:
             try:
@@ -342,6 +330,14 @@ def run_of(resume: str) -> Path:
             "from a model's weights alone: model=local model.path=FOLDER"
         )
     return folder.parent.parent
+
+
+def readable(resume: str) -> ResumePoint | None:
+    """The checkpoint that `train.resume=FOLDER` names, or the newest one of that run, whose manifest can be read, the
+    rest being whole or not; None without one. Raises ConfigError as `run_of`."""
+    run, folder = run_of(resume), Path(resume).absolute()
+    named = checkpoints(run / CHECKPOINTS) if run == folder else [folder]
+    return first_whole(named, lambda one: ResumePoint(run, one, read_manifest(one)))[0]
 
 
 def _named(resume: str) -> ResumePoint:
