@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,7 +52,7 @@ from graphmod.train.resume import (
     require_same,
 )
 from graphmod.train.run import CHECK_FILE, Aborted, check_training, train
-from graphmod.train.settings import DeviceName, ParallelMode, RunConfig, plain_config
+from graphmod.train.settings import DeviceName, ParallelMode, RunConfig
 from graphmod.words import as_yaml
 
 if TYPE_CHECKING:
@@ -345,11 +345,6 @@ class Start:
     folder: Path
     made: bool = False
 
-    @property
-    def plain(self) -> dict[str, Any]:
-        """The settings as plain values."""
-        return plain_config(self.config)
-
 
 def _anchored(cfg: DictConfig, cwd: str | None) -> DictConfig:
     """The settings with paths from where the command was typed, if that is not here."""
@@ -436,7 +431,7 @@ def run_job(cfg: DictConfig, job: Job, start: Start | None = None, failed: Excep
             from graphmod.cli.launch import launch  # which a run alone does not load
 
             try:
-                launch(_told(found, job), count)
+                launch((found.config, found.point, job), job.logging, count)
             except JobFailed:
                 forget(found.folder, LOG_FILE, found.made)
                 raise
@@ -527,16 +522,14 @@ def _on_ranks(start: Start | None, failed: Exception | None, ranks: Ranks) -> It
 
 
 @contextmanager
-def given_to_ranks(told: dict[str, Any], ranks: Ranks) -> Iterator[Start]:
+def given_to_ranks(config: RunConfig, point: ResumePoint, job: Job, ranks: Ranks) -> Iterator[Start]:
     """Where a job starts that `launch` has started ranks for: with what these were told."""
-    point = ResumePoint(**told["point"])
-    point.run_dir, point.checkpoint = Path(point.run_dir), point.checkpoint and Path(point.checkpoint)
-    sys.path[:0] = [told["job"]["cwd"]] * (told["job"]["cwd"] is not None)
+    sys.path[:0] = [] if job.cwd is None else [job.cwd]
     with owned(point.run_dir) if ranks.first else nullcontext(), ExitStack() as held:
         newest = next(iter(checkpoints(point.run_dir / CHECKPOINTS)), None)
         if ranks.first and point.checkpoint is not None and newest is not None and newest > point.checkpoint:
             raise ConfigError(f"{point.run_dir} was resumed by another process just now; start again")
-        yield Start(parse(told["settings"]), point, False, held, point.run_dir)
+        yield Start(config, point, False, held, point.run_dir)
 
 
 def _run(start: Start, job: Job, ranks: Ranks, peers: "Peers | None" = None) -> Path:
@@ -552,19 +545,6 @@ def _run(start: Start, job: Job, ranks: Ranks, peers: "Peers | None" = None) -> 
         _say_stopped(result, point.run_dir, job)
     tell(f"{result.report()}\n  written to {point.run_dir}")
     return point.run_dir
-
-
-def _told(start: Start, job: Job) -> dict[str, Any]:
-    """What ranks are told that this process starts: where they start, with which settings, and the job."""
-    assert start.point is not None
-    point = asdict(start.point)
-    point |= {name: point[name] and str(point[name]) for name in ("run_dir", "checkpoint")}
-    return {
-        "job": {**asdict(job), "folder": str(job.folder), "sweep": job.sweep and str(job.sweep)},
-        "settings": start.plain,
-        "point": point,
-        "command": sys.argv,
-    }
 
 
 def _say_and_note(text: str, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import secrets
 import signal
 import socket
@@ -67,12 +68,13 @@ def _wait(processes: list[subprocess.Popen]) -> bool:
     return by_themselves
 
 
-def launch(told: dict[str, Any], count: int) -> None:
-    """Runs a job on so many ranks of this machine, each of which is told plain values. Raises JobFailed where they have
-    failed, and said why, and SystemExit where they were stopped."""
+def launch(told: Any, logging: dict[str, Any], count: int) -> None:
+    """Runs a job on so many ranks of this machine, each of which is told what `given_to_ranks` takes, and Hydra's
+    settings of logging. Raises JobFailed where they have failed, and said why, and SystemExit where they were
+    stopped."""
     with tempfile.TemporaryDirectory(prefix="graphmod-") as folder:
-        answer, port = Path(folder) / "answer.json", free_port()
-        line = json.dumps({**told, "answer": str(answer)}).encode() + b"\n"
+        answer, port = Path(folder) / "answer", free_port()
+        given = pickle.dumps((sys.argv, logging, answer, pickle.dumps(told)))  # to be loaded once PyTorch is
         processes: list[subprocess.Popen] = []
         with _forwarding(processes):
             for rank in range(count):
@@ -83,7 +85,7 @@ def launch(told: dict[str, Any], count: int) -> None:
             for process in processes:
                 assert process.stdin is not None
                 with suppress(OSError):  # it has ended
-                    process.stdin.write(line)
+                    process.stdin.write(given)
                     process.stdin.flush()
             by_themselves = _wait(processes)
         codes = [process.returncode for process in processes]

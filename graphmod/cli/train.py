@@ -28,7 +28,7 @@ from graphmod.cli.app import (
 from graphmod.cli.start import end_at_once, loading, own_rank, ranks_started, require_one_process, stay_silent
 from graphmod.errors import ConfigError
 from graphmod.train.folders import from_here, owned, unused
-from graphmod.train.settings import ParallelMode, RunConfig, check, check_resume
+from graphmod.train.settings import ParallelMode, RunConfig, check, check_resume, plain_config
 
 if TYPE_CHECKING:
     from graphmod.cli.job import Start
@@ -208,7 +208,9 @@ class TrainCallback(CommandCallback):
         _set(config, run__dir=str(start.folder), **({} if start.point else {"output_subdir": None}))
         if start.resumed:  # its files in .hydra should say with which settings it goes on
             with read_write(config), open_dict(config):
-                for group, values in OmegaConf.merge(OmegaConf.structured(RunConfig), start.plain).items():
+                for group, values in OmegaConf.merge(
+                    OmegaConf.structured(RunConfig), plain_config(start.config)
+                ).items():
                     config[group] = values
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
