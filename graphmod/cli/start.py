@@ -180,22 +180,10 @@ def loading(silent: bool = False) -> Iterator[None]:
         telling.start()
     collects = gc.isenabled()
     gc.disable()
-    try:
-        with _interruptible():
-            yield
-    finally:
-        telling.cancel()
-        if collects:
-            gc.enable()
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
     before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:  # somebody else's, or another thread's affair
-        yield
-        return
-    signal.signal(signal.SIGINT, _interrupted)
+    ours = before is signal.default_int_handler  # else it is somebody else's, or another thread's affair
+    if ours:
+        signal.signal(signal.SIGINT, _interrupted)
     try:
         yield
     except ModuleNotFoundError as error:
@@ -208,7 +196,11 @@ def _interruptible() -> Iterator[None]:
         )
         raise SystemExit(2) from None
     finally:
-        signal.signal(signal.SIGINT, before)
+        telling.cancel()
+        if collects:
+            gc.enable()
+        if ours:
+            signal.signal(signal.SIGINT, before)
 
 
 def prepare() -> None:
