@@ -453,7 +453,9 @@ def run_one_of(cfg: DictConfig, job: Job, number: int, require: Callable[[], Non
         folder = run_job(cfg, job)
     except JobFailed as error:
         leave(job.sweep, number, **about, status=error.status, error=str(error))
-        _note_failure(job.folder, about["scope"], str(error))
+        if not (job.folder / RESULT_FILE).exists():  # else an earlier run's, with which this one may not mix
+            with suppress(OSError, GraphmodError), owned(job.folder):  # nor one that another process writes to
+                RunResult(scope=about["scope"], status="failed", error=str(error)).write(job.folder)
         raise
     leave(job.sweep, number, **{**about, "folder": str(folder)}, status=0, error=None)
     return folder
@@ -558,10 +560,3 @@ def _kept(folder: Path, job: Job) -> str:
     if newest is None:
         return "; no checkpoint was saved"
     return f"; the newest checkpoint is {newest}\n  to resume: {_way_on(folder, job)}"
-
-
-def _note_failure(folder: Path, scope: str, reason: str) -> None:
-    """Leaves in the folder of a job that it failed, if it has no result."""
-    if not (folder / RESULT_FILE).exists():  # else an earlier run's, with which this one was not allowed to mix
-        with suppress(OSError, GraphmodError), owned(folder):  # nor one that another process writes to
-            RunResult(scope=scope, status="failed", error=reason).write(folder)

@@ -617,12 +617,6 @@ class ItemSampler(Sampler):
         return self._items.batch(self.chosen(step), self._shape)
 
 
-def evaluation_batches(items: Items, rows: int, count: int) -> list[Any]:
-    """So many batches of one microbatch of `rows` items, spread evenly over those that are held out."""
-    places = items.count - items.held_out + evenly(items.held_out, count * rows)
-    return [items.batch(some, (1, rows)) for some in places.reshape(count, rows)]
-
-
 # -- the batches of a run ----------------------------------------------------------------------------------------------
 
 _EVALUATION_SEED = 1
@@ -680,7 +674,9 @@ def make_batches(config: RunConfig, corpus: Data, device: torch.device, dims: An
     count = train.eval_batches if train.eval_every else 0
     if isinstance(corpus, Items):
         sampler = ItemSampler(corpus, (train.grad_accumulation, data.batch_size), train.seed, place)
-        evaluation = evaluation_batches(corpus, data.batch_size, count) if count else []
+        rows, held_out = data.batch_size, corpus.held_out
+        places = corpus.count - held_out + evenly(held_out, count * rows) if count else np.empty(0)
+        evaluation = [corpus.batch(some, (1, rows)) for some in places.reshape(count, rows)]
         return Batches(sampler, evaluation, corpus.loss_fn if train.loss else corpus.require_loss())
     training, held_out = split(corpus, data)
     starts = corpus.starts[corpus.starts < len(training)]

@@ -253,12 +253,6 @@ _CHARTS = {
 _GPU_CHARTS = {"GPU memory, GiB": "memory/reserved_gib"}
 
 
-def layout(on_gpu: bool) -> dict:
-    """The charts that TensorBoard's Custom Scalars page shows, each with a line for every run."""
-    charts = {**_CHARTS, **(_GPU_CHARTS if on_gpu else {})}
-    return {"comparison": {title: ["Multiline", [tag]] for title, tag in charts.items()}}
-
-
 def _losses_as_none(row: Row) -> str | None:
     if row.losses_equal is None:
         return None
@@ -373,13 +367,6 @@ def on_tensorboard(results: Mapping[str, RunResult]) -> bool:
     return not said or any(LogTo.tensorboard in places for places in said)
 
 
-def write_tensorboard(folder: Path, page: str, on_gpu: bool) -> None:
-    """Adds a layout under Custom Scalars that draws all runs in the same charts, and the page as text."""
-    with SummaryWriter(str(folder / TENSORBOARD_FOLDER)) as writer:
-        writer.add_custom_scalars(layout(on_gpu))
-        writer.add_text("comparison", page)
-
-
 def write_report(folder: Path, rows: list[Row], results: Mapping[str, RunResult]) -> list[Path]:
     """Writes everything into `folder`; returns the files, for people. Each appears whole or not at all."""
     device = next((result.device for result in results.values() if result.device), "no device")
@@ -390,5 +377,10 @@ def write_report(folder: Path, rows: list[Row], results: Mapping[str, RunResult]
     if plot(folder / PLOT_FILE, rows, results, device, swept(results)):
         files.append(folder / PLOT_FILE)
     if on_tensorboard(results):
-        write_tensorboard(folder, page, any(result.reserved_gib is not None for result in results.values()))
+        on_gpu = any(result.reserved_gib is not None for result in results.values())
+        charts = _CHARTS | (_GPU_CHARTS if on_gpu else {})
+        layout = {"comparison": {title: ["Multiline", [tag]] for title, tag in charts.items()}}
+        with SummaryWriter(str(folder / TENSORBOARD_FOLDER)) as writer:
+            writer.add_custom_scalars(layout)  # all runs in the same charts
+            writer.add_text("comparison", page)
     return files

@@ -152,16 +152,13 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, base: str) -> P
     try:
         model.add_adapter(config)
     except ValueError as error:
+        linear = (name for name, module in model.named_modules() if "Linear" in type(module).__name__)
+        names = sorted({name.rpartition(".")[2] for name in linear})
         raise ConfigError(
             f"model.lora.target_modules={'null' if targets is None else list(targets)} cannot be used with "
-            f"{type(model).__name__}: {reason(error)} Its linear layers are {', '.join(_linear_names(model))}"
+            f"{type(model).__name__}: {reason(error)} Its linear layers are {', '.join(names)}"
         ) from error
     return model
-
-
-def _linear_names(model: PreTrainedModel) -> list[str]:
-    found = (name for name, module in model.named_modules() if "Linear" in type(module).__name__)
-    return sorted({name.rpartition(".")[2] for name in found})
 
 
 def has_adapters(model: PreTrainedModel) -> bool:

@@ -68,11 +68,6 @@ class Ranks:
             return self.group
         return self.mesh["dp"].get_group() if self.data_ranks > 1 else None
 
-    @property
-    def splits_shards(self) -> bool:
-        """Whether some compute each batch together, and others have other batches of the same model in parts."""
-        return self.mesh is not None and 1 < self.data_ranks < self.count
-
     def of_data(self, value: T) -> list[T]:
         """What each has that takes other batches, in their order."""
         return self.all(value)[:: self.count // self.data_ranks]

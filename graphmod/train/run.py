@@ -330,7 +330,8 @@ class Run:
         if config.graph.auto:
             from graphmod.train import auto  # which no other run loads
 
-            layers = not ranks.splits_shards and (config.graph.layers is not None or has_layers(self.model))
+            split = ranks.mesh is not None and 1 < ranks.data_ranks < ranks.count  # and sharded
+            layers = not split and (config.graph.layers is not None or has_layers(self.model))
             scopes = auto.candidates(compiled and not train.activation_checkpointing, layers=layers)
             self.auto = auto.AutoScope(self.make_step, scopes, self.warmup_steps, train.steps - done, ranks)
         self.step = self.auto.step if self.auto else self.make_step(config.graph.scope)
