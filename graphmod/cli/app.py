@@ -49,7 +49,6 @@ from graphmod.cli.errors import (
     without_name,
 )
 from graphmod.cli.start import CONFIGS, show, shown, version
-from graphmod.decode.types import EngineConfig
 from graphmod.errors import ConfigError
 from graphmod.train.folders import job_folder
 from graphmod.train.settings import RunConfig, check
@@ -89,7 +88,7 @@ class _Arguments(argparse.ArgumentParser):
 def _choices(command: str, *, _root_: DictConfig) -> str:
     """The groups of a command with their choices, for its help; those of the user's own folders are among them."""
     loader, lines = GlobalHydra.instance().config_loader(), []
-    kind = RunConfig if command == "train" else EngineConfig
+    kind = RunConfig if command == "train" else object
     for group, default in sorted(_root_.hydra.runtime.choices.items()):
         names = of_command(group, loader.get_group_options(group), kind)
         if names and "/" not in group:

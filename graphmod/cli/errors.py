@@ -22,8 +22,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, Interpolation
 from yaml import MarkedYAMLError, YAMLError
 
 from graphmod.cli.start import CONFIGS, complain, say_plainly, unwritten
-from graphmod.decode.types import RequestError
-from graphmod.errors import ConfigError, GraphmodError
+from graphmod.errors import GraphmodError
 from graphmod.train.settings import REFUSED_OPTIMIZERS, RunConfig
 from graphmod.words import as_yaml, nearest
 
@@ -432,7 +431,7 @@ def conclude(
         raise error
     first, status = str(error).partition("\n")[0], 1
     if isinstance(error, GraphmodError):
-        reason = _with_group(str(error), kind)
+        reason, status = _with_group(str(error), kind), 2 if isinstance(error, ValueError) else 1
     elif isinstance(error, (HydraException, OmegaConfBaseException, YAMLError)):
         reason, status = explain(error, kind), 2
     elif isinstance(error, OSError):
@@ -452,4 +451,4 @@ def conclude(
     if os.environ.get("HYDRA_FULL_ERROR") == "1":
         traceback.print_exception(error)
     complain(reason)
-    return 2 if isinstance(error, (ConfigError, RequestError)) else status, reason
+    return status, reason
