@@ -279,10 +279,9 @@ class SpecialTokens:
         """The ids of a prompt, from those of its text alone."""
         return list(ids) if ids[: len(self.before)] == self.before else [*self.before, *ids]
 
-    def document(self, ids: list[int]) -> list[int]:
-        """The ids of a document, from those of its text alone."""
-        begun = self.prompt(ids)
-        return begun if not self.after or begun[-len(self.after) :] == self.after else [*begun, *self.after]
+    def ended(self, ids: list[int]) -> list[int]:
+        """These ids and those that end documents."""
+        return ids if not self.after or ids[-len(self.after) :] == self.after else [*ids, *self.after]
 
 
 def special_ids(tokenizer: Any) -> dict[str, int]:
@@ -353,7 +352,7 @@ class TokenizerCodec:
 
     def document(self, text: str) -> list[int]:
         """The ids of a document to train on: `encode(text)` and what ends it."""
-        return self.around.document(self.encode_as_is(text))
+        return self.around.ended(self.encode(text))
 
     def encode_as_is(self, text: str) -> list[int]:
         """The ids of a text that already has its special tokens, such as that of `chat`."""

@@ -122,11 +122,6 @@ def _encoding(tokenizer: Any, texts: Sequence[str]) -> BatchEncoding:
     )
 
 
-def _ended(codec: TokenizerCodec, tokens: list[int]) -> list[int]:
-    after = codec.around.after
-    return tokens if not after or tokens[-len(after) :] == after else [*tokens, *after]
-
-
 def array(tokens: list[int]) -> np.ndarray:
     """Tokens as an int32 array."""
     return np.asarray(tokens, dtype=np.int32)
@@ -170,15 +165,13 @@ def encode_pieces(codec: TokenizerCodec, texts: Sequence[Piece]) -> list[np.ndar
     encoding = _encoding(tokenizer, [piece.text for piece in texts])
     for row, piece in enumerate(texts):
         tokens = encoding["input_ids"][row]
-        if piece.before:
-            first = _token_at(encoding, row, piece.before, piece.text)
-            if first is None:  # with more of the text after it, the cut is within a token: keep the characters
-                tokens = _encoding(tokenizer, [piece.text[piece.before :]])["input_ids"][0]
-            else:
-                tokens = tokens[first:]
         if not piece.before:
             tokens = codec.around.prompt(tokens)
-        found.append(array(_ended(codec, tokens) if piece.last else tokens))
+        elif (first := _token_at(encoding, row, piece.before, piece.text)) is not None:
+            tokens = tokens[first:]
+        else:  # with more of the text after it, the cut is within a token: keep the characters
+            tokens = _encoding(tokenizer, [piece.text[piece.before :]])["input_ids"][0]
+        found.append(array(codec.around.ended(tokens) if piece.last else tokens))
     return found
 
 
@@ -188,7 +181,7 @@ def encode_pairs(codec: TokenizerCodec, pairs: Sequence[tuple[str, str]]) -> lis
     The prompt has the tokens it has alone, and the completion those it has after the prompt, where both can be.
     """
     return [
-        masked_before(array(codec.around.prompt(before)), array(_ended(codec, after)))
+        masked_before(array(codec.around.prompt(before)), array(codec.around.ended(after)))
         for before, after in halves(codec.tokenizer, pairs)
     ]
 
