@@ -52,12 +52,7 @@ _FORMS = (
 
 
 class ChatError(ConfigError):
-    """Messages that cannot become a prompt.
-
-    Args:
-        said: what is wrong.
-        field: where, such as `messages.1.content`.
-    """
+    """Messages that cannot become a prompt; `field` says where, such as `messages.1.content`."""
 
     def __init__(self, said: str, field: str = "messages") -> None:
         super().__init__(said)
@@ -68,11 +63,9 @@ def chat_prompt(tokenizer: Any, messages: list[Message]) -> str:
     """The text of a prompt for an answer to messages: what `apply_chat_template` writes for them.
 
     A content goes to the template as it was sent, as a text or as parts, if the template writes it; otherwise in the
-    other form. A template that fails at fields that are null, or at the arguments of a tool call as a text,
-    gets them left out and as an object.
-
-    Raises:
-        ChatError: the template refuses the messages, or leaves out something that they say.
+    other form. A template that fails at fields that are null, or at the arguments of a tool call as a text, gets them
+    left out and as an object. Raises ChatError where the template refuses the messages, or leaves out something that
+    they say.
     """
     for number, message in enumerate(messages):
         _require_text(number, message)
@@ -122,11 +115,8 @@ def _require_text(number: int, message: Message) -> None:
 
 
 def _in_form(message: Message, form: type | None, texts: list[str] | None = None) -> Message:
-    """A message with its content as `str` or as a `list` of parts; with None as it is.
-
-    Args:
-        texts: put these into it, in place of its own.
-    """
+    """A message with its content as `str` or as a `list` of parts, with None as it is; `texts` go in the place of its
+    own."""
     content = message.get("content")
     if not content or (form in (None, type(content)) and texts is None):
         return message
@@ -202,11 +192,8 @@ def _whole(written: str) -> set[int]:
 
 
 def _require_read(write: Callable[[list[Message]], str], messages: list[Message], shown: set[int], prompt: str) -> None:
-    """Raises ChatError where a template writes the same whatever a message or a field says, or null as a word.
-
-    Args:
-        shown: the messages whose text it writes.
-    """
+    """Raises ChatError where a template writes the same whatever a message or a field says, or null as a word; of the
+    messages in `shown` it writes the text."""
 
     def same(change: Callable[[Message], Message], only: int | None = None) -> bool:
         try:
@@ -426,16 +413,9 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def tokenizer_folder(folder: Path, tokenizer: str | None) -> Path | None:
-    """Where the tokenizer of a model is; None for bytes.
-
-    Args:
-        folder: of the model, such as a checkpoint of `train.py`, or the averaged or merged weights in it.
-        tokenizer: folder of a tokenizer, `bytes`, or None to find out: the tokenizer saved with the model, or bytes
-            for a checkpoint of `train.py` without one.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Where the tokenizer of the model in a folder (which may be a checkpoint of `train.py`, or the averaged or merged
+    weights in it) is; None for bytes. `tokenizer` is a folder, `bytes`, or None to find out: the one saved with the
+    model, or bytes for a checkpoint of `train.py` without one. Raises ConfigError where there is none."""
     if tokenizer == "bytes":
         return None
     if tokenizer is not None:
@@ -457,11 +437,8 @@ def tokenizer_folder(folder: Path, tokenizer: str | None) -> Path | None:
 
 
 def codec_for(folder: Path, tokenizer: str | None) -> Codec:
-    """The codec of a model; arguments as of `tokenizer_folder`.
-
-    Raises:
-        ConfigError: there is none, or it cannot be read.
-    """
+    """The codec of a model; arguments as of `tokenizer_folder`. Raises ConfigError where there is none, or it cannot be
+    read."""
     source = tokenizer_folder(folder, tokenizer)
     if source is None:
         return ByteCodec()
@@ -506,14 +483,8 @@ class _Watched:
 
 
 class StopTexts:
-    """Looks for texts in a completion. One that holds a special token is looked for in the text with special tokens,
-    others in the text without.
-
-    Args:
-        codec: of the tokens.
-        texts: none empty.
-        prompt: what comes before the completion; nothing in it counts.
-    """
+    """Looks for texts, none empty, in a completion; nothing in the prompt counts. One that holds a special token is
+    looked for in the text with special tokens, others in the text without."""
 
     def __init__(self, codec: Codec, texts: list[str], prompt: Sequence[int]) -> None:
         names = getattr(codec, "special", {})
@@ -708,12 +679,7 @@ class TokenText(NamedTuple):
 
 
 class TokenTexts:
-    """The text of tokens that come one by one, and what each of them adds to it.
-
-    Args:
-        codec: of the tokens.
-        prompt: ids that come before them.
-    """
+    """The text of tokens that come one by one after a prompt, and what each of them adds to it."""
 
     def __init__(self, codec: Codec, prompt: Sequence[int] = ()) -> None:
         self._stream, self._bytes = TextStream(codec, prompt), token_bytes(codec)

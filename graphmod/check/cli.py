@@ -107,8 +107,8 @@ def main(arguments: list[str], program: str = "graphmod check") -> int:
 
 
 def checked_as_given(given: argparse.Namespace, meeting: Meeting | None = None) -> Report:
-    """The report of what the arguments name; the meeting is of ranks that are processes of this command, or else those
-    of the program itself meet. Raises Unusable where it cannot be checked."""
+    """The report of what the arguments name. Without a meeting, of ranks that are processes of this command, those of
+    the program itself meet. Raises Unusable where it cannot be checked."""
     from graphmod.check.meeting import meeting_of_ranks  # loads PyTorch, which --help need not wait for
     from graphmod.check.run import checked
 

@@ -197,8 +197,8 @@ class Parted(BaseException):
 
 
 class Meeting:
-    """Of all ranks of a program, in one check, which wait so many seconds for others. A collective waits for all of its
-    ranks, or not where none really runs."""
+    """Where all ranks of a program meet in one check. A rank waits so many seconds for others; with `waits` each
+    collective waits for all of its ranks, which those need not that do not really run."""
 
     def __init__(self, store: Any, rank: int, ranks: int, timeout: float, waits: bool) -> None:
         self.rank, self.ranks, self._timeout, self._waits = rank, ranks, timeout, waits

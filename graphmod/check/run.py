@@ -344,8 +344,7 @@ def checked(
     layers: bool | str | list[str] | None = None,
     meeting: Meeting | None = None,
 ) -> Report:
-    """The report of `check_call` on `target(*args, **kwargs)`; None as the meeting of ranks is of a process that is
-    alone."""
+    """The report of `check_call` on `target(*args, **kwargs)`; without a meeting this process is alone."""
     root = target._root if isinstance(target, CUDAGraphModule) else target
     if not callable(root):
         raise TypeError(f"graphmod.check takes a module or a callable, got {type(root).__name__}")

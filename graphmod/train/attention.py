@@ -29,8 +29,8 @@ _ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropou
 
 
 def unavailable(device: torch.device, precision: Precision, dims: Any = None) -> str | None:
-    """Why it cannot be used, or None; `dims` is the transformers config of the model, None where it is not known
-    yet."""
+    """Why varlen attention cannot be used, or None; `dims` is the transformers config of the model, None where it is
+    not known yet."""
     if device.type != "cuda":
         return "it needs a GPU"
     if not _KNOWN >= _NEEDED:

@@ -266,7 +266,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def verify(folder: Path, which: Callable[[Path], bool] = lambda path: True) -> dict[str, Any]:
-    """The manifest, after the files it lists (of those inside the folder, `which`) were found to be as they were
+    """The manifest, after the files it lists, or those of them that `which` is true of, were found to be as they were
     written. Raises DamagedCheckpoint where one is not, or OtherFormat."""
     manifest = read_manifest(folder)
     for name, (size, expected) in manifest["files"].items():

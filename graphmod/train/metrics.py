@@ -86,24 +86,20 @@ class TensorBoardLogger(Logger):
             self._events.add_summary(summary)
 
     def scalars(self, values: Mapping[str, float], done: int) -> None:
-        """Writes a point of each tag."""
         for tag, value in values.items():
             self._writer.add_scalar(tag, value, done)
 
     def text(self, tag: str, text: str, done: int) -> None:
-        """Writes a text as a block of code, since TensorBoard reads Markdown."""
+        # A block of code, since TensorBoard reads Markdown.
         self._writer.add_text(tag, "    " + text.replace("\n", "\n    "), done)
 
     def flush(self) -> None:
-        """Waits until the events are on the disk."""
         self._writer.flush()
 
     def end(self) -> None:
-        """Notes under HParams that the run went through."""
         self._events.add_summary(self._end)
 
     def close(self) -> None:
-        """Closes the event file."""
         self._writer.close()
 
 
@@ -198,11 +194,9 @@ class WandbLogger(Logger):
         self._run.log(dict(values), step=done)
 
     def text(self, tag: str, text: str, done: int) -> None:
-        """Logs a text as preformatted HTML."""
         self._run.log({tag: self._html(f"<pre>{html.escape(text)}</pre>")}, step=done)
 
     def end(self) -> None:
-        """The run will be listed as finished."""
         self._failed = False
 
     def close(self) -> None:

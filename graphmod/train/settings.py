@@ -23,8 +23,8 @@ from graphmod.train.targets import check_target
 
 
 def require_library(name: str, extra: str, why: str) -> None:
-    """Raises ConfigError, which names the setting in `why`, unless a library is installed; the extra of this package
-    brings it."""
+    """Raises ConfigError unless a library is installed, which this extra of the package brings; `why` is the setting
+    that needs it."""
     if name in sys.modules:
         found = sys.modules[name] is not None
     else:
