@@ -44,10 +44,8 @@ def unsteady(middle: float | None, high: float | None) -> bool:
 
 
 class StepClock:
-    """Measures steps from the end of one to the end of the next.
-
-    On a GPU the ends are CUDA events, because the host's own clock says only when work was handed over. With `sync`
-    each step ends with a wait for the device, and the host's clock is right; so it is on the CPU.
+    """Measures steps from the end of one to the end of the next; on a GPU the ends are CUDA events, because the host's
+    own clock says only when work was handed over.
 
     Attributes:
         step_ms: milliseconds of each step that is known to have ended, in order.
@@ -55,10 +53,8 @@ class StepClock:
         source: `cuda events` or `wall clock`, what `step_ms` was measured with.
     """
 
-    def __init__(self, device: torch.device, sync: bool = False) -> None:
-        self._device, self._on_gpu = device, device.type == "cuda"
-        self._wait = self._on_gpu and sync
-        self._by_events = self._on_gpu and not sync
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._by_events = device, device.type == "cuda"
         self.source = "cuda events" if self._by_events else "wall clock"
         self.step_ms: list[float] = []
         self.host_ms: list[float] = []
@@ -79,8 +75,6 @@ class StepClock:
     def end_step(self, host_seconds: float) -> None:
         """Ends a step whose call took the host `host_seconds`."""
         self.host_ms.append(host_seconds * 1e3)
-        if self._wait:
-            torch.cuda.synchronize(self._device)
         mark = self._now()
         self._pending.append((self._mark, mark))
         self._mark = mark

@@ -345,7 +345,7 @@ class Run:
             seed = own_seed(train.seed, ranks.data_rank, done)
             before = restore(point.checkpoint, self.model, self.step, weights, ranks.data_rank, ranks.data_ranks, seed)
         self.first = self.done = before.steps_done if before else 0
-        self.clock = StepClock(device, train.sync_steps)
+        self.clock = StepClock(device)
         self.tokens_per_step = ranks.data_ranks * train.grad_accumulation * data.batch_size * corpus.length
         self.journal = Journal(self.folder, ranks.rank)
         self.display: Display | None = None

@@ -554,7 +554,6 @@ class TrainConfig:
         log_every: steps between two points; nothing is read from the device in between.
         eval_every: steps between evaluations; 0 never evaluates.
         eval_batches: batches of one evaluation.
-        sync_steps: wait for the device after each step, as a loop that reads the loss each step does.
         sample_every: steps between texts that the model writes, printed and logged; 0 never samples.
         sample_prompt: what it goes on from; on the command line all after `=`, as it is, without quotes for Hydra.
         sample_tokens: how many tokens it writes.
@@ -587,7 +586,6 @@ class TrainConfig:
     log_every: int = 10
     eval_every: int = 100
     eval_batches: int = 4
-    sync_steps: bool = False
     nonfinite: NonFinite = NonFinite.stop
     ema_decay: float | None = None
     activation_checkpointing: bool = False
