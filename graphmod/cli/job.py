@@ -253,30 +253,21 @@ def gpu_busy_ms(result: RunResult) -> float | None:
 
 def _compare(sweep: Path, results: dict[str, RunResult]) -> None:
     """Prints the table, and writes it to the folder in several forms."""
-    from graphmod.train.compare import (  # which no single run loads
-        JSON_FILE,
-        PLOT_FILE,
-        compare,
-        on_tensorboard,
-        remarks,
-        swept,
-        table,
-        write_report,
-    )
+    from graphmod.train import compare  # which no single run loads
 
     finished = {name: result for name, result in results.items() if result.status == "finished"}
     if any(not result.device.startswith("CPU") for result in finished.values()):
         tell("\nprofiling a few steps of each run, to see how busy the GPU is")
     busy = {name: ms for name, result in finished.items() if (ms := gpu_busy_ms(result)) is not None}
-    rows = compare(results, busy)
-    tell(f"\n{table(rows, swept(results))}")
-    for remark in remarks(rows, results):
+    rows = compare.compare(results, busy)
+    tell(f"\n{compare.table(rows, compare.swept(results))}")
+    for remark in compare.remarks(rows, results):
         tell(remark)
-    if not finished and (sweep / JSON_FILE).exists():
+    if not finished and (sweep / compare.JSON_FILE).exists():
         tell(f"\nno run finished; the comparison in {sweep} is an earlier one")
         return
     try:
-        files = write_report(sweep, rows, results)
+        files = compare.write_report(sweep, rows, results)
     except OSError as error:
         for path in sweep.glob("comparison*"):
             if path.is_file() and not path.stat().st_size:
@@ -286,11 +277,11 @@ def _compare(sweep: Path, results: dict[str, RunResult]) -> None:
             "room, or choose another folder with hydra.sweep.dir=FOLDER"
         ) from error
     tell(f"\nwritten to {', '.join(map(str, files))}")
-    if sweep / PLOT_FILE not in files:
-        tell(f"no {PLOT_FILE}: matplotlib is not installed (pip install matplotlib)")
+    if sweep / compare.PLOT_FILE not in files:
+        tell(f"no {compare.PLOT_FILE}: matplotlib is not installed (pip install matplotlib)")
     # A folder of one's own choice has nothing beside it that could be older.
     shown = link_latest(sweep) if sweep.absolute().parent == _COMPARISONS.absolute() else sweep
-    if on_tensorboard(results):
+    if compare.on_tensorboard(results):
         tell(f"side by side: tensorboard --logdir {shown}")
 
 
