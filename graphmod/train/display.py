@@ -104,12 +104,6 @@ class Journal(logging.Handler):
             self.write(f"{record.levelname.lower()}: {record.getMessage()}")
 
 
-def _losses(scalars: Mapping[str, float | None]) -> str:
-    text = f"evaluation loss {scalars['eval/loss']:.4f}"
-    averaged = scalars.get("eval/ema_loss")
-    return text if averaged is None else f"{text}, with averaged weights {averaged:.4f}"
-
-
 _FORMS = {
     "train/loss": "loss {:.4f}",
     "train/lr": "lr {:.2e}",
@@ -154,7 +148,9 @@ class Display:
         if not self._shows:
             return
         if "eval/loss" in scalars:
-            self._line(f"step {done:,}/{self._steps:,}: {_losses(scalars)}", always=True)
+            averaged = scalars.get("eval/ema_loss")
+            text = f"step {done:,}/{self._steps:,}: evaluation loss {scalars['eval/loss']:.4f}"
+            self._line(text if averaged is None else f"{text}, with averaged weights {averaged:.4f}", always=True)
             self._shown["eval"] = f"{scalars['eval/loss']:.3f}"
         if "train/loss" in scalars:
             known = {tag: value for tag in _FORMS if (value := scalars.get(tag)) is not None}

@@ -453,13 +453,6 @@ def random_state(device: torch.device) -> dict[str, torch.Tensor]:
     return state
 
 
-def set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Puts the generators back to what `random_state` found."""
-    torch.set_rng_state(state["cpu"])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], device)
-
-
 def restore(
     folder: Path,
     model: nn.Module,
@@ -484,7 +477,9 @@ def restore(
         group["lr"] = rate
     step.load_state_dict(state["step"])
     if rank == 0 or len(state["random"]) == ranks:
-        set_random_state(state["random"][rank], step.device)
+        torch.set_rng_state(state["random"][rank]["cpu"])
+        if step.device.type == "cuda":
+            torch.cuda.set_rng_state(state["random"][rank]["cuda"], step.device)
     else:
         torch.manual_seed(seed)
     evaluated = [(done, loss) for done, loss in state["eval_losses"]]
