@@ -60,11 +60,7 @@ def parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument("--args", metavar="package.module:function", help="what makes its arguments")
     parser.add_argument("--layers", metavar="PATTERN", action="append", help="of a module, check these layers")
     parser.add_argument(
-        "--calls",
-        metavar="N",
-        type=int,
-        default=2,
-        help="calls of the step; the last is watched (default: 2)",
+        "--calls", metavar="N", type=int, default=2, help="calls of the step; the last is watched (default: 2)"
     )
     parser.add_argument(
         "--ranks",

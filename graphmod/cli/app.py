@@ -428,12 +428,7 @@ def _strict() -> Iterator[None]:
 
 # -- the settings of a training run ------------------------------------------------------------------------------------
 
-TRAIN = App(
-    name="train",
-    kind=RunConfig,
-    texts=("train.sample_prompt",),
-    smaller="data.batch_size or data.seq_len",
-)
+TRAIN = App(name="train", kind=RunConfig, texts=("train.sample_prompt",), smaller="data.batch_size or data.seq_len")
 
 
 def parse(settings: DictConfig | dict) -> RunConfig:

@@ -407,12 +407,7 @@ def _with_group(said: str, kind: type) -> str:
     return f"{groups[0]}.{said}" if groups else said
 
 
-def conclude(
-    error: BaseException,
-    smaller: str,
-    folder: Path | None = None,
-    kind: type = RunConfig,
-) -> tuple[int, str]:
+def conclude(error: BaseException, smaller: str, folder: Path | None = None, kind: type = RunConfig) -> tuple[int, str]:
     """Says what ended a command, or one job of several, that wrote to `folder`; returns the exit status, and why it
     ended. Where memory is short, the settings to lower are the `smaller`.
 

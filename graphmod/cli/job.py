@@ -28,14 +28,7 @@ from graphmod.cli.start import CONFIGS, complain_for_all, ranks_started, say_pla
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.device import pick_device
 from graphmod.train.display import LOG_FILE, Journal
-from graphmod.train.folders import (
-    CHECKPOINTS,
-    checkpoints,
-    forget,
-    from_here,
-    link_latest,
-    owned,
-)
+from graphmod.train.folders import CHECKPOINTS, checkpoints, forget, from_here, link_latest, owned
 from graphmod.train.ranks import ALONE, Ranks, joined, ranks_of
 from graphmod.train.result import RESULT_FILE, RunResult, median
 from graphmod.train.resume import (

@@ -627,18 +627,8 @@ def check_train(train: TrainConfig) -> None:
     _check_log(train)
     if train.loss:
         check_target("train.loss", train.loss)
-    at_least(
-        "train",
-        train,
-        1,
-        "steps",
-        "epochs",
-        "grad_accumulation",
-        "log_every",
-        "eval_batches",
-        "keep_checkpoints",
-        "sample_tokens",
-    )
+    at_least("train", train, 1, "steps", "epochs", "grad_accumulation", "log_every", "eval_batches")
+    at_least("train", train, 1, "keep_checkpoints", "sample_tokens")
     at_least("train", train, 0, "eval_every", "checkpoint_every", "sample_every", "sample_temperature", "seed")
     require(train.seed < 2**64, f"train.seed must fit into 64 bits, got {train.seed}")
     decay = train.ema_decay

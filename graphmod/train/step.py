@@ -18,16 +18,7 @@ from graphmod.step.entry import GraphStats
 from graphmod.step.static_inputs import mark_static
 from graphmod.torch_private import foreach_add_, foreach_copy_, foreach_mul_, unscale_, update_scale_
 from graphmod.train.loss import CountTargets, count_targets_of, criterion_of, next_token_loss, weighted_mean
-from graphmod.train.parallel import (
-    OverRanks,
-    by_mesh,
-    clip,
-    is_split,
-    local,
-    over_ranks,
-    shards,
-    total_norm,
-)
+from graphmod.train.parallel import OverRanks, by_mesh, clip, is_split, local, over_ranks, shards, total_norm
 from graphmod.train.settings import NonFinite, Scope, TrainGraphConfig, train_settings
 from graphmod.words import warn_once
 from graphmod.wrap.body import body_of
