@@ -160,8 +160,6 @@ def _many(
                 shown = _with_logprobs(completion, codec) if config.decode.logprobs else completion.text
                 show(f"--- sample {completion.sample}\n{prompt.shown}{shown}")
             else:
-                if not finished:
-                    out.begin()
                 out.line(line_of(completion, prompt, config.decode))
             finished += 1  # after the line is written: what an interruption reports is there
             failed += completion.error is not None

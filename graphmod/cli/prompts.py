@@ -150,20 +150,18 @@ def _not_opened(path: Path, error: OSError) -> str:
 
 
 class OutputFile:
-    """The file of completions, one line each. It is opened, but nothing in it replaced, until `begin`: what goes wrong
-    before the first completion, such as a model that cannot be read, costs nobody their earlier results."""
+    """The file of completions, one line each. The first one takes the place of what it held: what goes wrong before,
+    such as a model that cannot be read, costs nobody their earlier results."""
 
     def __init__(self, path: Path, file: TextIO) -> None:
-        self.path, self._file = path, file
-
-    def begin(self) -> None:
-        """Removes what the file held."""
-        if self.path.is_file():  # a device or a pipe cannot be cut, and holds nothing
-            self._file.truncate(0)
+        self.path, self._file, self._begun = path, file, False
 
     def line(self, text: str) -> None:
         """Writes a line, and passes it on at once. Raises OutputError."""
-        regular = self.path.is_file()
+        regular = self.path.is_file()  # a device or a pipe cannot be cut, and holds nothing
+        if regular and not self._begun:
+            self._file.truncate(0)
+        self._begun = True
         before = os.fstat(self._file.fileno()).st_size if regular else 0
         try:
             print(text, file=self._file, flush=True)
