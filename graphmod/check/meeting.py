@@ -50,29 +50,17 @@ _SAME_ON_ALL = {"gather": 1, "reduce_scatter": 1}
 
 
 class Collective(NamedTuple):
-    """One collective of one rank, or a message that it sends or receives.
+    """One collective of one rank, or a message that it sends or receives."""
 
-    Attributes:
-        name: as in `torch.distributed`: `all_reduce`, `send`.
-        ranks: those of its group.
-        nth: which group of these ranks it is, in the order in which they were made.
-        alike: what has to be the same on the other side.
-        told: the same and more, in words.
-        location: the line it comes from.
-        peer: the other rank of a message; None in a collective, and where it may come from any.
-        tag: of a message.
-        call: of the callable that is checked, counted from 1.
-    """
-
-    name: str
-    ranks: tuple[int, ...]
-    nth: int
-    alike: tuple
-    told: str
-    location: str
-    peer: int | None = None
-    tag: int = 0
-    call: int = 0
+    name: str  # as in `torch.distributed`: `all_reduce`, `send`
+    ranks: tuple[int, ...]  # those of its group
+    nth: int  # which group of these ranks it is, in the order in which they were made
+    alike: tuple  # what has to be the same on the other side
+    told: str  # the same and more, in words
+    location: str  # the line it comes from
+    peer: int | None = None  # the other rank of a message; None in a collective, and where it may come from any
+    tag: int = 0  # of a message
+    call: int = 0  # of the callable that is checked, counted from 1
 
     @property
     def group(self) -> tuple:

@@ -17,21 +17,13 @@ from graphmod.words import counted, ranks_in_words
 
 @dataclass
 class Way:
-    """What one rank communicated, in order.
+    """What one rank communicated, in order."""
 
-    Attributes:
-        rank: of the program.
-        steps: its collectives and messages, of class `Collective`.
-        stopped: whether it was stopped before the last of them.
-        error: what its call raised; "" where that came to its end.
-        calls: how often it made its call, the last of which counts for the report.
-    """
-
-    rank: int
-    steps: list
-    stopped: bool = False
-    error: str = ""
-    calls: int = 1
+    rank: int  # of the program
+    steps: list  # its collectives and messages, of class `Collective`
+    stopped: bool = False  # whether it was stopped before the last of them
+    error: str = ""  # what its call raised; "" where that came to its end
+    calls: int = 1  # how often it made its call, the last of which counts for the report
 
     @property
     def count(self) -> int:

@@ -156,22 +156,14 @@ class CommandCallback(Callback):
 
 @dataclass
 class App:
-    """A command.
+    """A command."""
 
-    Attributes:
-        name: of the command, and of the file with its defaults and its help.
-        texts: settings that are taken as they are, unless they are quoted as Hydra's grammar wants it.
-        smaller: the settings to lower where memory is short.
-        given: the arguments of the command line, as they were.
-        folder: where it writes to, once that is known.
-    """
-
-    name: str
+    name: str  # of the command, and of the file with its defaults and its help
     kind: type
-    texts: tuple[str, ...]
-    smaller: str
-    given: list[str] = field(default_factory=list)
-    folder: Path | None = None
+    texts: tuple[str, ...]  # settings that are taken as they are, unless they are quoted as Hydra's grammar wants it
+    smaller: str  # the settings to lower where memory is short
+    given: list[str] = field(default_factory=list)  # the arguments of the command line, as they were
+    folder: Path | None = None  # where it writes to, once that is known
 
     def __post_init__(self) -> None:
         stored = OmegaConf.structured(self.kind)

@@ -287,47 +287,28 @@ _PATHS = ("data.path", "data.tokenizer", "data.cache", "model.path", "train.resu
 
 @dataclass
 class Job:
-    """What Hydra makes of a command line, or of one of the jobs of a multirun.
+    """What Hydra makes of a command line, or of one of the jobs of a multirun."""
 
-    Attributes:
-        folder: made for it.
-        overrides: of its settings.
-        alone: it is not part of a multirun.
-        given: the arguments of the command line, as they were.
-        named: `folder` was named, and is no default.
-        cwd: where the command was typed, if the job runs elsewhere (`hydra.job.chdir`).
-        sweep: the folder of the multirun.
-        logging: Hydra's settings of it, for ranks that are started.
-    """
-
-    folder: Path
-    overrides: list[str]
-    alone: bool
-    given: list[str]
-    named: bool = False
-    cwd: str | None = None
-    sweep: Path | None = None
-    logging: dict[str, Any] = field(default_factory=dict)
+    folder: Path  # made for it
+    overrides: list[str]  # of its settings
+    alone: bool  # it is not part of a multirun
+    given: list[str]  # the arguments of the command line, as they were
+    named: bool = False  # `folder` was named, and is no default
+    cwd: str | None = None  # where the command was typed, if the job runs elsewhere (`hydra.job.chdir`)
+    sweep: Path | None = None  # the folder of the multirun
+    logging: dict[str, Any] = field(default_factory=dict)  # Hydra's settings of it, for ranks that are started
 
 
 @dataclass
 class Start:
-    """A job with all that is known before it begins.
+    """A job with all that is known before it begins."""
 
-    Attributes:
-        config: its checked settings.
-        point: where it starts; None for one that only checks.
-        resumed: it has the settings of the run that it resumes.
-        held: the lock of its folder.
-        made: there was no such folder before.
-    """
-
-    config: RunConfig
-    point: ResumePoint | None
-    resumed: bool
-    held: ExitStack
+    config: RunConfig  # its checked settings
+    point: ResumePoint | None  # where it starts; None for one that only checks
+    resumed: bool  # it has the settings of the run that it resumes
+    held: ExitStack  # the lock of its folder
     folder: Path
-    made: bool = False
+    made: bool = False  # there was no such folder before
 
 
 def _anchored(cfg: DictConfig, cwd: str | None) -> DictConfig:

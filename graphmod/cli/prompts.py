@@ -25,21 +25,13 @@ _LIKE = '{"prompt": "a text"} or {"messages": [{"role": "user", "content": "a te
 
 @dataclass
 class Prompt:
-    """A prompt.
+    """A prompt."""
 
-    Attributes:
-        text: as given; of messages, what the template made of them.
-        line: in its file.
-        fields: what else its line of JSON says.
-        messages: of a chat; None for a text to go on from.
-        tokens: of a chat, once the template has been applied.
-    """
-
-    text: str = ""
-    line: int = 0
-    fields: dict[str, Any] = field(default_factory=dict)
-    messages: list[dict[str, Any]] | None = None
-    tokens: list[int] | None = None
+    text: str = ""  # as given; of messages, what the template made of them
+    line: int = 0  # in its file
+    fields: dict[str, Any] = field(default_factory=dict)  # what else its line of JSON says
+    messages: list[dict[str, Any]] | None = None  # of a chat; None for a text to go on from
+    tokens: list[int] | None = None  # of a chat, once the template has been applied
 
     @property
     def asked(self) -> str | list[int]:

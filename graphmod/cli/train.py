@@ -39,23 +39,15 @@ _NOWHERE = {"run__dir": ".", "output_subdir": None, "job__chdir": False, "job_lo
 
 @dataclass
 class _Command:
-    """What this process holds while its command runs.
+    """What this process holds while its command runs."""
 
-    Attributes:
-        held: the locks of the folders that it writes to.
-        start: of its only run, which has been looked for before Hydra made the folder.
-        sweep: the folder of its multirun.
-        made: the folder that was made for its run, which may go on in another one.
-        failed: why it cannot start, which the other ranks that a launcher has started are still to be told.
-        joined: it trained with ranks that a launcher had started.
-    """
-
-    held: ExitStack = field(default_factory=ExitStack)
-    start: "Start | None" = None
-    sweep: Path | None = None
-    made: Path | None = None
+    held: ExitStack = field(default_factory=ExitStack)  # the locks of the folders that it writes to
+    start: "Start | None" = None  # of its only run, which has been looked for before Hydra made the folder
+    sweep: Path | None = None  # the folder of its multirun
+    made: Path | None = None  # the folder that was made for its run, which may go on in another one
+    # Why it cannot start, which the other ranks that a launcher has started are still to be told.
     failed: Exception | None = None
-    joined: bool = False
+    joined: bool = False  # it trained with ranks that a launcher had started
 
 
 _command = _Command()

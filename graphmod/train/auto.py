@@ -29,19 +29,13 @@ _WORTH = 1.02  # a graph must be this much faster than eager steps, or it is not
 
 @dataclass
 class Trial:
-    """What a scope did.
-
-    Attributes:
-        ms: milliseconds a step, the median of those timed, at least `MEASURED`; none of them captured.
-        ms_p95: their 95th percentile.
-        failed: why it does not count, or None.
-    """
+    """What a scope did."""
 
     scope: str
-    ms: float
-    ms_p95: float | None
+    ms: float  # milliseconds a step, the median of those timed, at least `MEASURED`; none of them captured
+    ms_p95: float | None  # their 95th percentile
     capture_seconds: float = 0.0
-    failed: str | None = None
+    failed: str | None = None  # why it does not count, or None
 
 
 def candidates(compiled: bool, layers: bool = True) -> list[Scope]:

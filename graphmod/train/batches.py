@@ -105,16 +105,13 @@ def window_starts(tokens: Tensor, length: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Place:
-    """Which part of the data is whose: each step takes as many microbatches as all ranks have, in their order.
+    """Which part of the data is whose: each step takes as many microbatches as all ranks have, in their order."""
 
-    Attributes:
-        rank, ranks: which one this is, of how many.
-        step, seen, count: when `step` steps were done, `seen` windows (or batches of buckets) had been seen, of `count`
-            in an epoch. A run that goes on with other ranks goes on there.
-    """
-
+    # Which one this is, of how many.
     rank: int = 0
     ranks: int = 1
+    # When `step` steps were done, `seen` windows (or batches of buckets) had been seen, of `count` in an epoch. A run
+    # that goes on with other ranks goes on there.
     step: int = 0
     seen: int = 0
     count: int = 1
@@ -636,17 +633,12 @@ def load_data(config: RunConfig) -> Data:
 
 @dataclass
 class Batches:
-    """Where batches come from.
+    """Where batches come from."""
 
-    Attributes:
-        sampler: from a step, counted from 0, to its batch; it knows how many steps an epoch has.
-        evaluation: batches of the evaluation, on the host; the same at every one.
-        loss_fn: the loss that goes with their form; None where none does.
-    """
-
+    # From a step, counted from 0, to its batch; it knows how many steps an epoch has.
     sampler: WindowSampler | BucketSampler | ItemSampler
-    evaluation: list[Any]
-    loss_fn: Callable | None
+    evaluation: list[Any]  # batches of the evaluation, on the host; the same at every one
+    loss_fn: Callable | None  # the loss that goes with their form; None where none does
 
     def report(self, captures: dict[int, int]) -> dict[str, dict[str, Any]]:
         """Padding of each bucket, and its graphs from `captures` by length; empty without buckets."""

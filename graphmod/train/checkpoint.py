@@ -50,33 +50,20 @@ from graphmod.train.step import TrainStep
 
 @dataclass
 class Progress:
-    """How far a run is and what it was told; the part of a checkpoint that is not tensors of the model.
+    """How far a run is and what it was told; the part of a checkpoint that is not tensors of the model."""
 
-    Attributes:
-        steps_done: optimizer steps; also the position in the data.
-        config: all settings, as plain values, by group.
-        settings: those that decide the numbers (see `train/resume.py`), by their full name.
-        data: fingerprint of the training tokens.
-        losses: one a step so far.
-        eval_losses: (steps done, loss).
-        ranks: how many trained together on different batches.
-        processes: how many there were in all.
-        arrangement: how all ranks shared the model, in words.
-        seen: how much of the data they had seen, and how much an epoch has (`Place`).
-        random: the random state of each rank.
-    """
-
-    steps_done: int
-    config: dict[str, Any] = field(default_factory=dict)
+    steps_done: int  # optimizer steps; also the position in the data
+    config: dict[str, Any] = field(default_factory=dict)  # all settings, as plain values, by group
+    # Those that decide the numbers (see `train/resume.py`), by their full name.
     settings: dict[str, Any] = field(default_factory=dict)
-    data: str = ""
-    losses: list[float] = field(default_factory=list)
-    eval_losses: list[tuple[int, float]] = field(default_factory=list)
-    ranks: int = 1
-    processes: int = 1
-    arrangement: str = ""
-    seen: tuple[int, int] | None = None
-    random: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    data: str = ""  # fingerprint of the training tokens
+    losses: list[float] = field(default_factory=list)  # one a step so far
+    eval_losses: list[tuple[int, float]] = field(default_factory=list)  # (steps done, loss)
+    ranks: int = 1  # how many trained together on different batches
+    processes: int = 1  # how many there were in all
+    arrangement: str = ""  # how all ranks shared the model, in words
+    seen: tuple[int, int] | None = None  # how much of the data they had seen, and how much an epoch has (`Place`)
+    random: list[dict[str, torch.Tensor]] = field(default_factory=list)  # the random state of each rank
 
 
 # -- the weights of a model that is not of transformers, in one file, as `safetensors.torch` has them ------------------
@@ -241,16 +228,12 @@ def _sync(path: Path) -> None:
 
 @dataclass
 class _Parts:
-    """What ranks that have parts of a model hand to the first one.
+    """What ranks that have parts of a model hand to the first one."""
 
-    Attributes:
-        weights, averages: all weights, and the averaged ones, by name; None where the model has them.
-        files: that ranks have written: size and checksum, by path.
-    """
-
+    # All weights, and the averaged ones, by name; None where the model has them.
     weights: dict[str, torch.Tensor] | None = None
     averages: dict[str, torch.Tensor] | None = None
-    files: dict[str, list[int]] = field(default_factory=dict)
+    files: dict[str, list[int]] = field(default_factory=dict)  # that ranks have written: size and checksum, by path
 
 
 def _save_parts(partial: Path, model: nn.Module, step: TrainStep, ranks: Any) -> _Parts:

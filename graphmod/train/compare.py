@@ -25,51 +25,41 @@ BASELINE = "none"
 
 @dataclass
 class Row:
-    """One run beside its baseline, the run with the same settings and graph=none.
+    """One run beside its baseline, the run with the same settings and graph=none."""
 
-    Attributes:
-        name: the run's folder.
-        baseline: the baseline's name; None when there is none.
-        speedup: median step time of the baseline over this run's.
-        gpu_busy_share: share of the step in which the GPU computes: kernel times of a profiled step over the median
-            step time; None without a GPU.
-        ranks: processes that trained together, each on a GPU.
-        scaling: tokens per second over `ranks` times those of the run on one rank with otherwise the same settings;
-            None without such a run.
-        comm_ms, comm_hidden_share: of several GPUs, the milliseconds of a step in which a rank communicates, waits for
-            others included, and in what share of these it computes as well; None where that was not measured.
-        payback_steps: after how many steps the time that warm-up, compilation and capture took beyond eager's first
-            steps is won back; None where nothing is won.
-        train_loss: mean loss of the last tenth of the steps, in nats per token.
-        eval_loss, ema_loss: at the last evaluation, the latter with averaged weights; None without one.
-        losses_equal: whether every loss is, bit for bit, that of the run without graphs that computes with the same
-            kernels (the same `graph.compile`); None when there is no such run, or this is it.
-        first_difference: the first step, counted from 1, whose loss is not; None when there is none.
-        error: why the run failed; then the numbers are None.
-    """
-
-    name: str
+    name: str  # the run's folder
     scope: str
-    baseline: str | None = None
+    baseline: str | None = None  # the baseline's name; None when there is none
     step_ms_median: float | None = None
     step_ms_p95: float | None = None
     host_ms_median: float | None = None
     tokens_per_s: float | None = None
-    speedup: float | None = None
-    ranks: int = 1
+    speedup: float | None = None  # median step time of the baseline over this run's
+    ranks: int = 1  # processes that trained together, each on a GPU
+    # Tokens per second over `ranks` times those of the run on one rank with otherwise the same settings; None without
+    # such a run.
     scaling: float | None = None
+    # Share of the step in which the GPU computes: kernel times of a profiled step over the median step time; None
+    # without a GPU.
     gpu_busy_share: float | None = None
+    # Of several GPUs, the milliseconds of a step in which a rank communicates, waits for others included, and in what
+    # share of these it computes as well; None where that was not measured.
     comm_ms: float | None = None
     comm_hidden_share: float | None = None
+    # After how many steps the time that warm-up, compilation and capture took beyond eager's first steps is won back;
+    # None where nothing is won.
     payback_steps: int | None = None
     reserved_gib: float | None = None
     capture_seconds: float | None = None
-    train_loss: float | None = None
+    train_loss: float | None = None  # mean loss of the last tenth of the steps, in nats per token
+    # At the last evaluation, the latter with averaged weights; None without one.
     eval_loss: float | None = None
     ema_loss: float | None = None
+    # Whether every loss is, bit for bit, that of the run without graphs that computes with the same kernels (the same
+    # `graph.compile`); None when there is no such run, or this is it.
     losses_equal: bool | None = None
-    first_difference: int | None = None
-    error: str | None = None
+    first_difference: int | None = None  # the first step, counted from 1, whose loss is not; None when there is none
+    error: str | None = None  # why the run failed; then the numbers are None
 
 
 _UNIMPORTANT = {"resume", "profile", "checkpoint", "checkpoint_every", "keep_checkpoints"}

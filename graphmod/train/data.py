@@ -224,17 +224,11 @@ _SAYS = ("content", "tool_calls", "function_call", "reasoning_content", "thinkin
 
 @dataclass
 class Chat:
-    """A list of messages.
+    """A list of messages."""
 
-    Attributes:
-        messages: each with `role` and `content`, or what else its template knows.
-        prompted: how many of them are the prompt, where the others are its completion; 0 where the chat is whole.
-        place: says where it was read, for errors.
-    """
-
-    messages: list[dict[str, Any]]
-    prompted: int
-    place: Callable[[], str]
+    messages: list[dict[str, Any]]  # each with `role` and `content`, or what else its template knows
+    prompted: int  # how many of them are the prompt, where the others are its completion; 0 where the chat is whole
+    place: Callable[[], str]  # says where it was read, for errors
 
     @property
     def characters(self) -> int:
@@ -745,24 +739,17 @@ _NOT_SOURCES = {"site-packages", "dist-packages", "__pycache__", "test", "tests"
 
 @dataclass
 class Corpus:
-    """The tokens of a run.
+    """The tokens of a run."""
 
-    Attributes:
-        tokens: (N,) uint8 for bytes of files, else int32. Those that are only read, and not trained on, stand there as
-            their complement (`train/loss.py`).
-        vocab_size: every token is from 0 to below it.
-        tokenizer: the transformers tokenizer, or None for bytes and random tokens.
-        description: what it is, for people.
-        starts: (documents,) int64, where each document begins; ascending from 0.
-        length: tokens of a sequence that is cut from it; 0 where that is left open.
-    """
-
+    # (N,) uint8 for bytes of files, else int32. Those that are only read, and not trained on, stand there as their
+    # complement (`train/loss.py`).
     tokens: Tensor
-    vocab_size: int
-    tokenizer: Any
-    description: str
+    vocab_size: int  # every token is from 0 to below it
+    tokenizer: Any  # the transformers tokenizer, or None for bytes and random tokens
+    description: str  # what it is, for people
+    # (documents,) int64, where each document begins; ascending from 0.
     starts: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
-    length: int = 0
+    length: int = 0  # tokens of a sequence that is cut from it; 0 where that is left open
 
     @functools.cached_property
     def fingerprint(self) -> str:

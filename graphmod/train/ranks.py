@@ -30,22 +30,15 @@ _TOLD = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class Ranks:
-    """One process and those it trains with; by default there are none.
+    """One process and those it trains with; by default there are none."""
 
-    Attributes:
-        rank: which one this is, from 0.
-        count: how many there are.
-        group: for tensors on the device of the run; None where this is the only one.
-        host: the group for what the host says, and for tensors on the CPU.
-        mesh: how they are arranged where each holds a part only of the model: `dp` for those with different batches,
-            `tp` for those that compute each batch together, without what is 1; None where each has all of it.
-    """
-
-    rank: int = 0
-    count: int = 1
-    group: Any = None
-    host: Any = None
+    rank: int = 0  # which one this is, from 0
+    count: int = 1  # how many there are
+    group: Any = None  # for tensors on the device of the run; None where this is the only one
+    host: Any = None  # the group for what the host says, and for tensors on the CPU
     _ballot: Any = None
+    # How they are arranged where each holds a part only of the model: `dp` for those with different batches, `tp` for
+    # those that compute each batch together, without what is 1; None where each has all of it.
     mesh: Any = None
 
     def _size(self, name: str) -> int:

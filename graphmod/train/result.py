@@ -218,75 +218,54 @@ def _number(loss: float | None) -> float | str | None:
 
 @dataclass
 class RunResult:
-    """The numbers of one run.
+    """The numbers of one run."""
 
-    Attributes:
-        scope: `none`, `per_layer`, `full_iteration`, or `auto`.
-        config: the resolved settings.
-        status: `finished`, `interrupted` (by the signal in `error`), or `failed` with the reason in `error`.
-        device: name of the device.
-        time_source: what `step_ms` was measured with, `cuda events` or `wall clock`.
-        tokens_per_step: over all microbatches of all ranks.
-        losses: one a step; in the file with all the digits that tell them from other floats, and as strings (`nan`,
-            `inf`) where they are not finite, which JSON has no numbers for.
-        eval_losses: [steps done, loss].
-        ema_loss: that of the averaged weights at the last evaluation; None without.
-        step_ms, host_ms: milliseconds of each step, and of the host's part in it.
-        measured_from_step: the first step that counts for medians; warm-up and capture lie before it.
-        allocated_gib, reserved_gib: peaks of GPU memory; None on the CPU. With `graph=auto`, since the scope that was
-            kept began.
-        graph: the counters of `GraphStats`, evaluation apart.
-        evaluation_graph: what evaluations added to them, the graphs that training shares with them included.
-        flops_per_token, peak_flops: of the model and of the devices (`train/result.py`); None where unknown.
-        seconds: of the loop, evaluation included.
-        checkpoint: folder of the last checkpoint, relative to the run's.
-        resumed_at_step: steps done by earlier processes; `step_ms` and `host_ms` begin there.
-        versions: of the libraries, by name.
-        commit: of the clone that graphmod was imported from; None without one.
-        skipped_steps: updates skipped because something was not finite.
-        lengths: with `data.buckets`, by length: how many pieces of documents are in it, the share of padding, and the
-            graphs captured for it; also for all, and for what one bucket would take.
-        profile: with `train.profile`, what `profile_steps` summed up.
-        auto: what `graph=auto` measured and chose; empty without it.
-        ranks: processes that trained together; `step_ms` and `host_ms` are those of the first one.
-        rank_step_ms: the median step time of each rank, of the measured steps; empty of one rank.
-        rank_profile: on several GPUs, milliseconds of a step for each rank, from a few steps recorded at the end: in
-            which kernels ran (`busy_ms`), in which those of NCCL did (`comm_ms`), waits for other ranks included, and
-            in which others ran beside these (`comm_hidden_ms`); empty without.
-        first_nonfinite_step: the first step, counted from 1, whose loss or gradient was not finite; None without one.
-    """
-
-    scope: str
-    config: dict[str, Any] = field(default_factory=dict)
+    scope: str  # `none`, `per_layer`, `full_iteration`, or `auto`
+    config: dict[str, Any] = field(default_factory=dict)  # the resolved settings
+    # `finished`, `interrupted` (by the signal in `error`), or `failed` with the reason in `error`.
     status: str = "finished"
     error: str | None = None
-    device: str = ""
-    time_source: str = ""
-    tokens_per_step: int = 0
+    device: str = ""  # name of the device
+    time_source: str = ""  # what `step_ms` was measured with, `cuda events` or `wall clock`
+    tokens_per_step: int = 0  # over all microbatches of all ranks
+    # One a step; in the file with all the digits that tell them from other floats, and as strings (`nan`, `inf`) where
+    # they are not finite, which JSON has no numbers for.
     losses: list[float] = field(default_factory=list)
-    eval_losses: list[list] = field(default_factory=list)
-    ema_loss: float | None = None
+    eval_losses: list[list] = field(default_factory=list)  # [steps done, loss]
+    ema_loss: float | None = None  # that of the averaged weights at the last evaluation; None without
+    # Milliseconds of each step, and of the host's part in it.
     step_ms: list[float] = field(default_factory=list)
     host_ms: list[float] = field(default_factory=list)
-    measured_from_step: int = 0
+    measured_from_step: int = 0  # the first step that counts for medians; warm-up and capture lie before it
+    # Peaks of GPU memory; None on the CPU. With `graph=auto`, since the scope that was kept began.
     allocated_gib: float | None = None
     reserved_gib: float | None = None
-    graph: dict[str, Any] = field(default_factory=dict)
+    graph: dict[str, Any] = field(default_factory=dict)  # the counters of `GraphStats`, evaluation apart
+    # What evaluations added to them, the graphs that training shares with them included.
     evaluation_graph: dict[str, Any] = field(default_factory=dict)
+    # Of the model and of the devices (`train/result.py`); None where unknown.
     flops_per_token: float | None = None
     peak_flops: float | None = None
-    versions: dict[str, str] = field(default_factory=dict)
-    commit: str | None = None
-    seconds: float = 0.0
-    checkpoint: str | None = None
-    resumed_at_step: int = 0
-    skipped_steps: int = 0
+    versions: dict[str, str] = field(default_factory=dict)  # of the libraries, by name
+    commit: str | None = None  # of the clone that graphmod was imported from; None without one
+    seconds: float = 0.0  # of the loop, evaluation included
+    checkpoint: str | None = None  # folder of the last checkpoint, relative to the run's
+    resumed_at_step: int = 0  # steps done by earlier processes; `step_ms` and `host_ms` begin there
+    skipped_steps: int = 0  # updates skipped because something was not finite
+    # The first step, counted from 1, whose loss or gradient was not finite; None without one.
     first_nonfinite_step: int | None = None
+    # With `data.buckets`, by length: how many pieces of documents are in it, the share of padding, and the graphs
+    # captured for it; also for all, and for what one bucket would take.
     lengths: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # With `train.profile`, what `profile_steps` summed up.
     profile: dict[str, dict[str, Any]] = field(default_factory=dict)
-    auto: dict[str, Any] = field(default_factory=dict)
-    ranks: int = 1
+    auto: dict[str, Any] = field(default_factory=dict)  # what `graph=auto` measured and chose; empty without it
+    ranks: int = 1  # processes that trained together; `step_ms` and `host_ms` are those of the first one
+    # The median step time of each rank, of the measured steps; empty of one rank.
     rank_step_ms: list[float] = field(default_factory=list)
+    # On several GPUs, milliseconds of a step for each rank, from a few steps recorded at the end: in which kernels ran
+    # (`busy_ms`), in which those of NCCL did (`comm_ms`), waits for other ranks included, and in which others ran
+    # beside these (`comm_hidden_ms`); empty without.
     rank_profile: dict[str, list[float]] = field(default_factory=dict)
 
     @property
