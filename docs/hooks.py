@@ -67,7 +67,8 @@ def _groups(given: object, before: str) -> list[str]:
             meaning = said.get(field.name, "")
             if meaning.startswith("of `EngineConfig`"):
                 meaning = _said(EngineConfig)[field.name]
-            rows.append([f"`{key}`", f"`{_shown(value)}`", " ".join(meaning.replace("|", "\\|").split())])
+            meaning = " ".join(meaning.replace("|", "\\|").split()).removesuffix(".")
+            rows.append([f"`{key}`", f"`{_shown(value)}`", meaning and f"{meaning}."])
     heading = [f"### {before.removesuffix('.')}"] if before else []
     return [*heading, tables.table(["key", "default", ""], rows, numbers=False), *groups] if rows else groups
 
@@ -76,13 +77,22 @@ def _groups(given: object, before: str) -> list[str]:
 _ATTRIBUTE = re.compile(r"^    (\w+(?:,\s+\w+)*): (.+(?:\n(?: {6,}.*|(?=\n)))*)", re.MULTILINE)
 
 
+# A field of a class, after comments above it or with one beside it.
+_FIELD = re.compile(r"^((?:    # .+\n)*)    (\w+): [^#\n]+(?:  # (.+))?$", re.MULTILINE)
+
+
 def _said(kind: type) -> dict[str, str]:
-    """What the docstrings of a schema, and of those that it extends, say about its fields."""
+    """What the docstrings of a schema, and of those that it extends, and comments at its fields say about these."""
     found = {}
-    for one in reversed(kind.__mro__):
+    for one in reversed(kind.__mro__[:-1]):
         _, _, attributes = inspect.cleandoc(one.__doc__ or "").partition("\nAttributes:\n")
         for names, description in _ATTRIBUTE.findall(attributes):
             found |= dict.fromkeys(re.split(r",\s+", names), description)
+        for above, name, beside in _FIELD.findall(inspect.getsource(one)):
+            above = " ".join(line.strip("# ") for line in above.splitlines())
+            described = f"{above[:1].lower()}{above[1:]}" or beside
+            if described and not described.startswith("pyrefly:"):
+                found[name] = described
     return found
 
 

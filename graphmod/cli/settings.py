@@ -48,18 +48,13 @@ class Precision(StrEnum):
 
 @dataclass
 class ModelSource:
-    """Which model.
+    """Which model."""
 
-    Attributes:
-        path: a saved transformers model, a checkpoint of `train.py`, or a folder of its runs, of which the latest
-            checkpoint is taken.
-        precision: `saved`, `fp32` or `bf16`.
-        device: `auto`, `cpu` or `cuda`.
-    """
-
+    # A saved transformers model, a checkpoint of `train.py`, or a folder of its runs, of which the latest checkpoint is
+    # taken.
     path: str | None = None
-    precision: Precision = Precision.saved
-    device: DeviceName = DeviceName.auto
+    precision: Precision = Precision.saved  # `saved`, `fp32` or `bf16`
+    device: DeviceName = DeviceName.auto  # `auto`, `cpu` or `cuda`
 
     def check(self) -> None:
         """Raises ConfigError where none is named."""
@@ -97,36 +92,26 @@ class DecodeSettings(BatchSettings, Sampling):
 
     Attributes:
         stop: as in `Sampling`; in texts \\n, \\r, \\t and \\\\ are read as in Python.
-        n: samples of each prompt.
-        generation_config: of `EngineConfig`.
-        logprobs: write the log-probability of each token.
     """
 
     seed: int = 0  # pyrefly: ignore[bad-override-mutable-attribute] settings that lack one are refused
-    n: int = 1
-    logprobs: bool = False
-    generation_config: GenerationConfigName = GenerationConfigName.auto
+    n: int = 1  # samples of each prompt
+    logprobs: bool = False  # write the log-probability of each token
+    generation_config: GenerationConfigName = GenerationConfigName.auto  # of `EngineConfig`
 
 
 @dataclass
 class GraphSettings:
-    """What is captured.
+    """What is captured."""
 
-    Attributes:
-        scope: `decode` or `none`.
-        ahead: capture all batch sizes before the first prompt, with a progress bar, instead of when they are needed.
-        compile: `none`, `default` or `max`; on a GPU only.
-        compile_in_background: go on uncompiled until it is done, instead of waiting.
-        warmup_steps, max_failures, backend: of `EngineConfig`.
-    """
-
-    scope: GraphScope = GraphScope.decode
+    scope: GraphScope = GraphScope.decode  # `decode` or `none`
+    # Capture all batch sizes before the first prompt, with a progress bar, instead of when they are needed.
     ahead: bool = False
-    compile: CompileMode = CompileMode.none
-    compile_in_background: bool = False
-    warmup_steps: int = 1
-    max_failures: int = 3
-    backend: BackendName = BackendName.auto
+    compile: CompileMode = CompileMode.none  # `none`, `default` or `max`; on a GPU only
+    compile_in_background: bool = False  # go on uncompiled until it is done, instead of waiting
+    warmup_steps: int = 1  # of `EngineConfig`
+    max_failures: int = 3  # of `EngineConfig`
+    backend: BackendName = BackendName.auto  # of `EngineConfig`
 
 
 def _engine(decode: BatchSettings, graph: GraphSettings, **more: Any) -> EngineConfig:
@@ -142,24 +127,16 @@ def _unescaped(text: str) -> str:
 
 @dataclass
 class GenerateConfig:
-    """Everything one run of `generate.py` is told.
+    """Everything one run of `generate.py` is told."""
 
-    Attributes:
-        prompt: the text to go on from.
-        prompts_file: a text file with one prompt a line, or `.jsonl` with {"prompt": ...} or {"messages": [...]} a
-            line; messages go through the tokenizer's chat template.
-        chat: take each prompt for the message of a user, and put it through the tokenizer's chat template.
-        out: where completions go with `prompts_file`; null puts `.out.jsonl` in place of its suffix.
-        overwrite: replace what `out` holds; otherwise a file that is not empty is refused.
-        tokenizer: folder of a saved tokenizer, or `bytes`; null takes what the model was saved with.
-    """
-
-    prompt: str | None = None
+    prompt: str | None = None  # the text to go on from
+    # A text file with one prompt a line, or `.jsonl` with {"prompt": ...} or {"messages": [...]} a line; messages go
+    # through the tokenizer's chat template.
     prompts_file: str | None = None
-    chat: bool = False
-    out: str | None = None
-    overwrite: bool = False
-    tokenizer: str | None = None
+    chat: bool = False  # take each prompt for the message of a user, and put it through the tokenizer's chat template
+    out: str | None = None  # where completions go with `prompts_file`; null puts `.out.jsonl` in place of its suffix
+    overwrite: bool = False  # replace what `out` holds; otherwise a file that is not empty is refused
+    tokenizer: str | None = None  # folder of a saved tokenizer, or `bytes`; null takes what the model was saved with
     model: ModelSource = field(default_factory=ModelSource)
     decode: DecodeSettings = field(default_factory=DecodeSettings)
     graph: GraphSettings = field(default_factory=GraphSettings)
@@ -196,13 +173,9 @@ class GenerateConfig:
 
 @dataclass
 class ServeConfig:
-    """Everything one run of `serve.py` is told.
+    """Everything one run of `serve.py` is told."""
 
-    Attributes:
-        tokenizer: folder of a saved tokenizer, or `bytes`; null takes what the model was saved with.
-    """
-
-    tokenizer: str | None = None
+    tokenizer: str | None = None  # folder of a saved tokenizer, or `bytes`; null takes what the model was saved with
     model: ModelSource = field(default_factory=ModelSource)
     serve: ServeSettings = field(default_factory=ServeSettings)
     decode: BatchSettings = field(default_factory=BatchSettings)

@@ -109,58 +109,44 @@ LOCAL, CUSTOM = "local", "custom"
 
 @dataclass
 class LoraSettings:
-    """Low-rank adapters on a saved model.
+    """Low-rank adapters on a saved model."""
 
-    Attributes:
-        r: their rank; null trains the whole model.
-        alpha: their results are scaled by alpha / r.
-        dropout: of what goes into them; probability in [0, 1).
-        target_modules: names of the linear layers that get one, such as [q_proj,v_proj], or [all-linear]; null takes
-            what peft takes for the kind of model.
-        merge: also save the whole model with its adapters merged, in the folder `merged` of each checkpoint.
-    """
-
-    r: int | None = None
-    alpha: float = 16.0
-    dropout: float = 0.0
+    r: int | None = None  # their rank; null trains the whole model
+    alpha: float = 16.0  # their results are scaled by alpha / r
+    dropout: float = 0.0  # of what goes into them; probability in [0, 1)
+    # Names of the linear layers that get one, such as [q_proj,v_proj], or [all-linear]; null takes what peft takes for
+    # the kind of model.
     target_modules: list[str] | None = None
-    merge: bool = False
+    merge: bool = False  # also save the whole model with its adapters merged, in the folder `merged` of each checkpoint
 
 
 @dataclass
 class ModelConfig:
-    """The model. A size that an architecture does not have stays null; `local` reads all of them from its folder.
+    """The model. A size that an architecture does not have stays null; `local` reads all of them from its folder."""
 
-    Attributes:
-        architecture: `local`, a saved model; `custom`, a model of your own; or a model type of transformers (`llama`,
-            `qwen3`, `gpt2`, `mistral`, ...), built with random weights.
-        path: folder with a saved transformers model, or the name of one in the cache of Hugging Face (`local` only).
-        target: `custom` only; `_target_`, the full name of a class or function, and arguments for it. Other settings of
-            this group that are not null are arguments, too.
-        layers, hidden_size, heads, intermediate_size, max_positions: the usual sizes; max_positions is in tokens.
-        kv_heads, head_dim, rope_theta: null means heads, hidden_size / heads, and what is usual for the architecture.
-        vocab_size: null takes the data's vocabulary, rounded up to a multiple of 64.
-        tie_embeddings: share the weights of the embedding and the output layer.
-        dropout: probability in [0, 1), of all dropout between layers, and in gpt2 of that of attention.
-        options: what else the config of the architecture in transformers has, by its own names.
-        lora: train low-rank adapters in place of the model's weights (`local` only).
-    """
-
+    # `local`, a saved model; `custom`, a model of your own; or a model type of transformers (`llama`, `qwen3`, `gpt2`,
+    # `mistral`, ...), built with random weights.
     architecture: str = "llama"
+    # Folder with a saved transformers model, or the name of one in the cache of Hugging Face (`local` only).
     path: str | None = None
+    # `custom` only; `_target_`, the full name of a class or function, and arguments for it. Other settings of this
+    # group that are not null are arguments, too.
     target: Any = None  # a dict; omegaconf cannot put values into one that may be null
-    layers: int | None = None
-    hidden_size: int | None = None
-    heads: int | None = None
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    intermediate_size: int | None = None
-    max_positions: int | None = None
-    vocab_size: int | None = None
-    rope_theta: float | None = None
-    tie_embeddings: bool | None = None
+    layers: int | None = None  # how many there are
+    hidden_size: int | None = None  # width of the model
+    heads: int | None = None  # attention heads
+    kv_heads: int | None = None  # as many as `heads` where null
+    head_dim: int | None = None  # hidden_size / heads where null
+    intermediate_size: int | None = None  # width inside of the MLP
+    max_positions: int | None = None  # tokens that it may see
+    vocab_size: int | None = None  # null takes the data's vocabulary, rounded up to a multiple of 64
+    rope_theta: float | None = None  # what is usual for the architecture where null
+    tie_embeddings: bool | None = None  # share the weights of the embedding and the output layer
+    # Probability in [0, 1), of all dropout between layers, and in gpt2 of that of attention.
     dropout: float | None = None
+    # What else the config of the architecture in transformers has, by its own names.
     options: dict[str, Any] = field(default_factory=dict)
+    # Train low-rank adapters in place of the model's weights (`local` only).
     lora: LoraSettings = field(default_factory=LoraSettings)
 
     def given(self) -> dict[str, Any]:
@@ -283,50 +269,38 @@ class PackingAttention(StrEnum):
 
 @dataclass
 class DataConfig:
-    """The data and the shape of a batch.
+    """The data and the shape of a batch."""
 
-    Attributes:
-        source: `stdlib`, `text`, `hf` (rows of files, read with the datasets library), `synthetic` or `custom` (a data
-            set of your own).
-        path: file, folder, or list of them (`text` and `hf`).
-        target: `custom` only; `_target_`, the full name of a class or function, and arguments for it. Of the other
-            settings of this group it gets those that it takes by name.
-        pattern: which files of a folder are read, such as `*.txt`.
-        column: `hf` only; the column that holds the text. null takes chats in `messages`, pairs of `prompt` and
-            `completion` (texts, or lists of messages), or `text`, whichever is there.
-        train_on: `hf` only; in pairs and chats, `completion` (which is also what the assistant says) or `all`.
-        split: `hf` only; the split of a folder that has several.
-        cache: folder where tokens are kept for the next run on the same data; null keeps none.
-        tokenizer: folder of a saved tokenizer, or `bytes`; null means bytes, unless `model.path` brings a tokenizer.
-        max_bytes: read no more than this many bytes; null reads everything.
-        vocab_size: `synthetic` only; null takes `model.vocab_size`, or 256.
-        seq_len: tokens of one sequence the model sees.
-        batch_size: sequences in one microbatch.
-        eval_fraction: share of the tokens, from the end, kept for evaluation; in [0, 1).
-        documents: what `buckets` and `packing` keep apart: the files, or the lines of all files.
-        buckets: lengths in tokens, such as [256,512,1024], in place of `seq_len`: a batch holds documents of about
-            equal length, padded to the next of these. `batch_size` is that of the longest; shorter ones have more rows.
-        packing: documents that share a window do not see each other.
-        packing_attention: `auto`, `mask` or `varlen`: how attention sees to that. They differ by rounding.
-    """
-
+    # `stdlib`, `text`, `hf` (rows of files, read with the datasets library), `synthetic` or `custom` (a data set of
+    # your own).
     source: Source = Source.stdlib
-    path: Any = None
+    path: Any = None  # file, folder, or list of them (`text` and `hf`)
+    # `custom` only; `_target_`, the full name of a class or function, and arguments for it. Of the other settings of
+    # this group it gets those that it takes by name.
     target: Any = None  # a dict; omegaconf cannot put values into one that may be null
-    pattern: str = "*"
+    pattern: str = "*"  # which files of a folder are read, such as `*.txt`
+    # `hf` only; the column that holds the text. null takes chats in `messages`, pairs of `prompt` and `completion`
+    # (texts, or lists of messages), or `text`, whichever is there.
     column: str | None = None
+    # `hf` only; in pairs and chats, `completion` (which is also what the assistant says) or `all`.
     train_on: TrainOn = TrainOn.completion
-    split: str = "train"
+    split: str = "train"  # `hf` only; the split of a folder that has several
+    # Folder where tokens are kept for the next run on the same data; null keeps none.
     cache: str | None = "~/.cache/graphmod"
+    # Folder of a saved tokenizer, or `bytes`; null means bytes, unless `model.path` brings a tokenizer.
     tokenizer: str | None = None
-    max_bytes: int | None = None
-    vocab_size: int | None = None
-    seq_len: int = 256
-    batch_size: int = 8
-    eval_fraction: float = 0.05
+    max_bytes: int | None = None  # read no more than this many bytes; null reads everything
+    vocab_size: int | None = None  # `synthetic` only; null takes `model.vocab_size`, or 256
+    seq_len: int = 256  # tokens of one sequence the model sees
+    batch_size: int = 8  # sequences in one microbatch
+    eval_fraction: float = 0.05  # share of the tokens, from the end, kept for evaluation; in [0, 1)
+    # What `buckets` and `packing` keep apart: the files, or the lines of all files.
     documents: Documents = Documents.file
+    # Lengths in tokens, such as [256,512,1024], in place of `seq_len`: a batch holds documents of about equal length,
+    # padded to the next of these. `batch_size` is that of the longest; shorter ones have more rows.
     buckets: list[int] | None = None
-    packing: bool = False
+    packing: bool = False  # documents that share a window do not see each other
+    # `auto`, `mask` or `varlen`: how attention sees to that. They differ by rounding.
     packing_attention: PackingAttention = PackingAttention.auto
 
 
@@ -449,36 +423,23 @@ class Schedule(StrEnum):
 
 @dataclass
 class OptimConfig:
-    """The optimizer, its schedule and gradient clipping.
+    """The optimizer, its schedule and gradient clipping."""
 
-    Attributes:
-        name: `adamw`, `adam`, `sgd` or `muon` (the matrices of the layers; embeddings, output layer and vectors have
-            AdamW).
-        learning_rate: the peak.
-        betas: of AdamW and Adam, two numbers in [0, 1).
-        eps: of AdamW and Adam.
-        momentum: of SGD and Muon, in [0, 1).
-        nesterov: of SGD and Muon.
-        weight_decay: of the matrices; vectors (norms, biases) have none. Part of the gradient in `adam` and `sgd`.
-        schedule: the name of a schedule of `transformers.get_scheduler`.
-        schedule_options: what that function takes as `scheduler_specific_kwargs`, such as {num_cycles: 2}.
-        warmup_fraction: share of the steps that warms up linearly; in [0, 1].
-        min_lr_ratio: where schedules that have a floor end, as a share of the peak; in [0, 1].
-        max_grad_norm: clip gradients to this 2-norm; null does not clip.
-    """
-
+    # `adamw`, `adam`, `sgd` or `muon` (the matrices of the layers; embeddings, output layer and vectors have AdamW).
     name: OptimizerName = OptimizerName.adamw
-    learning_rate: float = 3e-3
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    eps: float = 1e-8
-    momentum: float = 0.95
-    nesterov: bool = True
+    learning_rate: float = 3e-3  # the peak
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # of AdamW and Adam, two numbers in [0, 1)
+    eps: float = 1e-8  # of AdamW and Adam
+    momentum: float = 0.95  # of SGD and Muon, in [0, 1)
+    nesterov: bool = True  # of SGD and Muon
+    # Of the matrices; vectors (norms, biases) have none. Part of the gradient in `adam` and `sgd`.
     weight_decay: float = 0.1
-    schedule: Schedule = Schedule.cosine_with_min_lr
+    schedule: Schedule = Schedule.cosine_with_min_lr  # the name of a schedule of `transformers.get_scheduler`
+    # What that function takes as `scheduler_specific_kwargs`, such as {num_cycles: 2}.
     schedule_options: dict[str, Any] = field(default_factory=dict)
-    warmup_fraction: float = 0.05
-    min_lr_ratio: float = 0.1
-    max_grad_norm: float | None = 1.0
+    warmup_fraction: float = 0.05  # share of the steps that warms up linearly; in [0, 1]
+    min_lr_ratio: float = 0.1  # where schedules that have a floor end, as a share of the peak; in [0, 1]
+    max_grad_norm: float | None = 1.0  # clip gradients to this 2-norm; null does not clip
 
 
 def check_optim(optim: OptimConfig) -> None:
@@ -539,64 +500,45 @@ class DeviceName(StrEnum):
 
 @dataclass
 class TrainConfig:
-    """The loop.
+    """The loop."""
 
-    Attributes:
-        steps: optimizer steps.
-        epochs: passes over the data, in place of `steps`; null takes `steps`.
-        grad_accumulation: microbatches in a step.
-        precision: `fp32`, `bf16`, `bf16_mixed` or `fp16_mixed`.
-        device: `auto`, `cpu` or `cuda`.
-        loss: `_target_`, the full name of a loss of your own, and arguments for it; empty takes that of the data.
-        seed: of the weights, the data order and dropout.
-        deterministic: use kernels whose result does not vary from run to run.
-        log: where points are written: `tensorboard`, `csv`, `wandb`, or a list of them; an empty list is nowhere.
-        log_every: steps between two points; nothing is read from the device in between.
-        eval_every: steps between evaluations; 0 never evaluates.
-        eval_batches: batches of one evaluation.
-        sample_every: steps between texts that the model writes, printed and logged; 0 never samples.
-        sample_prompt: what it goes on from; on the command line all after `=`, as it is, without quotes for Hydra.
-        sample_tokens: how many tokens it writes.
-        sample_temperature: 0 takes the most likely token each time.
-        nonfinite: when a loss or gradient is NaN or infinite: `stop` ends the run, with the weights of before, and
-            names the step; `skip` leaves that update out and goes on; `ignore` does not look.
-        ema_decay: keep averaged weights, this much of them at each step; in [0, 1). null keeps none. They are
-            evaluated (`eval/ema_loss`) and saved beside the others.
-        activation_checkpointing: keep no activations inside the layers and compute them again in the backward; less
-            memory, about a third more time. In graphs the results of dropout stay; with `compile` there may be none.
-        profile: when all steps are done, record a few more, as the run does them and eagerly, in `trace.json` for
-            Perfetto, and sum up how busy the GPU was.
-        checkpoint: save the model and the optimizer at the end, and when the run is told to stop.
-        checkpoint_every: also save after each so many steps; 0 does not.
-        keep_checkpoints: how many of the newest stay on the disk.
-        resume: `none`; `auto`: resume from a checkpoint in the folder that `hydra.run.dir` names, or, where it names
-            none, the newest unfinished run with these settings; or the folder of a run or of a checkpoint, whose
-            settings are then those that the command line does not give.
-    """
-
-    steps: int = 500
-    epochs: int | None = None
-    grad_accumulation: int = 1
-    precision: Precision = Precision.fp32
-    device: DeviceName = DeviceName.auto
+    steps: int = 500  # optimizer steps
+    epochs: int | None = None  # passes over the data, in place of `steps`; null takes `steps`
+    grad_accumulation: int = 1  # microbatches in a step
+    precision: Precision = Precision.fp32  # `fp32`, `bf16`, `bf16_mixed` or `fp16_mixed`
+    device: DeviceName = DeviceName.auto  # `auto`, `cpu` or `cuda`
+    # `_target_`, the full name of a loss of your own, and arguments for it; empty takes that of the data.
     loss: dict[str, Any] = field(default_factory=dict)
-    seed: int = 0
-    deterministic: bool = False
+    seed: int = 0  # of the weights, the data order and dropout
+    deterministic: bool = False  # use kernels whose result does not vary from run to run
+    # Where points are written: `tensorboard`, `csv`, `wandb`, or a list of them; an empty list is nowhere.
     log: Any = field(default_factory=lambda: ["tensorboard"])
-    log_every: int = 10
-    eval_every: int = 100
-    eval_batches: int = 4
+    log_every: int = 10  # steps between two points; nothing is read from the device in between
+    eval_every: int = 100  # steps between evaluations; 0 never evaluates
+    eval_batches: int = 4  # batches of one evaluation
+    # When a loss or gradient is NaN or infinite: `stop` ends the run, with the weights of before, and names the step;
+    # `skip` leaves that update out and goes on; `ignore` does not look.
     nonfinite: NonFinite = NonFinite.stop
+    # Keep averaged weights, this much of them at each step; in [0, 1). null keeps none. They are evaluated
+    # (`eval/ema_loss`) and saved beside the others.
     ema_decay: float | None = None
+    # Keep no activations inside the layers and compute them again in the backward; less memory, about a third more
+    # time. In graphs the results of dropout stay; with `compile` there may be none.
     activation_checkpointing: bool = False
+    # When all steps are done, record a few more, as the run does them and eagerly, in `trace.json` for Perfetto, and
+    # sum up how busy the GPU was.
     profile: bool = False
-    checkpoint: bool = True
-    sample_every: int = 0
+    checkpoint: bool = True  # save the model and the optimizer at the end, and when the run is told to stop
+    sample_every: int = 0  # steps between texts that the model writes, printed and logged; 0 never samples
+    # What it goes on from; on the command line all after `=`, as it is, without quotes for Hydra.
     sample_prompt: str = "def "
-    sample_tokens: int = 120
-    sample_temperature: float = 0.8
-    checkpoint_every: int = 0
-    keep_checkpoints: int = 2
+    sample_tokens: int = 120  # how many tokens it writes
+    sample_temperature: float = 0.8  # 0 takes the most likely token each time
+    checkpoint_every: int = 0  # also save after each so many steps; 0 does not
+    keep_checkpoints: int = 2  # how many of the newest stay on the disk
+    # `none`; `auto`: resume from a checkpoint in the folder that `hydra.run.dir` names, or, where it names none, the
+    # newest unfinished run with these settings; or the folder of a run or of a checkpoint, whose settings are then
+    # those that the command line does not give.
     resume: str = "none"
 
 
@@ -672,20 +614,16 @@ class ParallelMode(StrEnum):
 
 @dataclass
 class ParallelConfig:
-    """More than one GPU. Each is used by a process of its own, a rank.
+    """More than one GPU. Each is used by a process of its own, a rank."""
 
-    Attributes:
-        mode: `none`, `ddp`, `fsdp`, `tp` or `fsdp_tp`.
-        gpus: how many ranks are started, each on a GPU or, without GPUs, on the CPU; null is one for each GPU. Where a
-            launcher such as torchrun starts them, it must be as many, or null.
-        tp: over how many ranks each layer is split, with `fsdp_tp`; with `tp` these are all ranks, and it may be null.
-        reshard_after_forward: with `fsdp` and `fsdp_tp`, give whole parameters of a layer back after its forward and
-            collect them again for its backward; false keeps them in between, which takes memory for all layers.
-    """
-
-    mode: ParallelMode = ParallelMode.none
+    mode: ParallelMode = ParallelMode.none  # `none`, `ddp`, `fsdp`, `tp` or `fsdp_tp`
+    # How many ranks are started, each on a GPU or, without GPUs, on the CPU; null is one for each GPU. Where a launcher
+    # such as torchrun starts them, it must be as many, or null.
     gpus: int | None = None
+    # Over how many ranks each layer is split, with `fsdp_tp`; with `tp` these are all ranks, and it may be null.
     tp: int | None = None
+    # With `fsdp` and `fsdp_tp`, give whole parameters of a layer back after its forward and collect them again for its
+    # backward; false keeps them in between, which takes memory for all layers.
     reshard_after_forward: bool = True
 
 
@@ -734,18 +672,15 @@ DRAWS_IN_COMPILED_CODE = (
 
 @dataclass
 class GraphConfig(TrainGraphConfig):
-    """The settings of `TrainGraphConfig`, and what only a training run has.
+    """The settings of `TrainGraphConfig`, and what only a training run has."""
 
-    Attributes:
-        compile: `default` fuses kernels with torch.compile before they are captured; `max` also lets it try out which
-            variants are fastest, which takes minutes once.
-        auto: measure the scopes on the first steps and keep the fastest; `scope` is then what it starts with.
-        check: train nothing; say what would keep the step out of graphs, write `check.json`, and end with status 0 (it
-            would be captured) or 1.
-    """
-
+    # `default` fuses kernels with torch.compile before they are captured; `max` also lets it try out which variants are
+    # fastest, which takes minutes once.
     compile: CompileMode = CompileMode.none
+    # Measure the scopes on the first steps and keep the fastest; `scope` is then what it starts with.
     auto: bool = False
+    # Train nothing; say what would keep the step out of graphs, write `check.json`, and end with status 0 (it would be
+    # captured) or 1.
     check: bool = False
 
 
