@@ -242,16 +242,11 @@ class SpecialTokens:
     A document is what the tokenizer by default puts before a text, the text, what the tokenizer by default puts after
     it, and EOS if that is not among these. A prompt is the beginning of a document: all that without anything after the
     text. What the text itself already begins or ends with is not added again.
-
-    Attributes:
-        before: ids that begin documents and prompts, such as BOS; often none.
-        after: ids that end documents, such as EOS.
-        end: the id at which generation stops, EOS or the last of `after`; None if nothing ends documents.
     """
 
-    before: list[int]
-    after: list[int]
-    end: int | None
+    before: list[int]  # ids that begin documents and prompts, such as BOS; often none
+    after: list[int]  # ids that end documents, such as EOS
+    end: int | None  # the id at which generation stops, EOS or the last of `after`; None if nothing ends documents
 
     @classmethod
     def of(cls, tokenizer: Any) -> SpecialTokens:
@@ -662,20 +657,14 @@ class TextStream:
 
 
 class TokenText(NamedTuple):
-    """What one token adds to a text.
+    """What one token adds to a text."""
 
-    Attributes:
-        token: its id.
-        text: the characters that it completes; all joined are the text.
-        bytes: what it stands for in UTF-8, which may be a part of a character; all joined are the text. Where they are
-            not known, or a decoder left some out, those of `text`.
-        offset: where its text begins, in characters.
-    """
-
-    token: int
-    text: str
+    token: int  # its id
+    text: str  # the characters that it completes; all joined are the text
+    # What it stands for in UTF-8, which may be a part of a character; all joined are the text. Where they are not
+    # known, or a decoder left some out, those of `text`.
     bytes: bytes
-    offset: int
+    offset: int  # where its text begins, in characters
 
 
 class TokenTexts:
