@@ -476,7 +476,7 @@ def verify(context: Context, entry: Entry, call: Call, recording: Recording) -> 
     context.counters.verified += 1
     recorder = Recorder(call.leaves, gpu=context.group.gpu, parts=RecordedParts(call))
     alone(context, entry, lambda: record_operations(call, recorder, context.methods.in_place()))
-    difference = recording.script.compare(recorder.trace)
+    difference = recording.script.compare(recorder.trace, recorder.lifted)
     context.group.verification.took(time.perf_counter() - began)
     if difference is not None:
         context.out_of_date(entry, difference)

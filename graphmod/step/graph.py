@@ -540,8 +540,8 @@ def refuse_unseen(seen: Follower, unseen: Iterable[int]) -> None:
         if index is None:
             continue  # returned as it is, and never read
         step = seen.trace[index]
-        if step.op is torch.ops.aten.lift_fresh.default or where in seen.static:
-            continue  # a number in the code; or promised to stay
+        if where in seen.static:
+            continue
         kind = f"{str(tensor.dtype).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)}"
         raise CaptureRefused(
             f"reads a {kind} at {step.location} that was found neither among its arguments nor in an attribute, "

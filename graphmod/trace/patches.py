@@ -13,6 +13,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
@@ -53,6 +54,7 @@ _SCRIPTED = Reason(
     "use the function that it was made of, or keep it outside the captured module",
 )
 _SAVED = Reason("writes a tensor to a file, and a replay writes nothing", "save it after the call")
+_NUMBERS, _INTEGERS = (bool, int, float, complex), (int, numpy.generic)
 _as_tensor = torch.as_tensor
 _NO_STATE = torch.empty(0, dtype=torch.uint8)
 _SEEDING = ("manual_seed", "seed", "manual_seed_all", "seed_all")
@@ -171,26 +173,57 @@ def _unseen(recorder: Watcher, original: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _make(recorder: Watcher, make: Any, *args: Any, **kwargs: Any) -> Any:
     """Makes a tensor of Python values. On the GPU that is a copy from host memory that nobody keeps, and goes by way of
-    the recorder; numbers are shown to it as `torch.tensor` shows them, which `as_tensor` does not."""
+    the recorder. It is shown as `torch.tensor` shows it, which `as_tensor` does not."""
     name = "obj" if getattr(make, "__name__", "") == "asarray" else "data"
     args = (kwargs.pop(name),) if not args and name in kwargs else args
     if len(args) != 1 or isinstance(args[0], Tensor):
         return make(*args, **kwargs)
     device = kwargs.get("device")
     if recorder.on_gpu and device is not None and torch.device(device).type == "cuda":
-        return recorder.make(make, args[0], kwargs)
+        return _shown(recorder.make(make, args[0], kwargs))
     made = make(*args, **kwargs)
-    lifts = make is _as_tensor and isinstance(args[0], (bool, int, float, complex))
-    return torch.ops.aten.lift_fresh(made) if lifts else made
+    return _shown(made) if make is _as_tensor and isinstance(args[0], _NUMBERS) else made
+
+
+def _shown(made: Tensor) -> Tensor:
+    """Shows the recorder a tensor made of Python values, as `torch.tensor` does."""
+    torch.ops.aten.lift_fresh(made)
+    return made
 
 
 def _make_like(recorder: Watcher, new_tensor: Any, like: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Makes a tensor of Python values where another is. Not so lists that index one: torch.compile and others ask for
-    that function by its name."""
+    """Makes a tensor of Python values where another is."""
     if has_torch_function((like,)):
         return handle_torch_function(new_tensor, (like,), like, *args, **kwargs)
     device = kwargs.pop("device", None) or like.device
     return _make(recorder, functools.partial(new_tensor, like), *args, device=device, **kwargs)
+
+
+def _index(recorder: Any, original: Any, tensor: Tensor, key: Any, *value: Any) -> Any:
+    """Indexes a tensor in a capture. A GPU is given lists where nobody sees the copy, which no capture can make: those
+    of the recorded call take their place. That call goes past here, since others know this function by its name."""
+    if tensor.is_cuda is not recorder.on_gpu:
+        return original(tensor, key, *value)
+    alone = not isinstance(key, tuple) and (not _is_list(key) or all(isinstance(one, _INTEGERS) for one in key))
+    indices = (key,) if alone else tuple(key)
+    if any(map(_is_list, indices)):
+        if value and isinstance(value[0], _NUMBERS):  # of which a tensor is made first
+            value = (torch.tensor(value[0], dtype=tensor.dtype),)
+        there = {"device": tensor.device}
+        key = tuple(_shown(recorder.make(_indices, one, there)) if _is_list(one) else one for one in indices)
+    with recorder.copying_nothing():
+        return original(tensor, key, *value)
+
+
+def _is_list(index: Any) -> bool:
+    """Whether an index is a list, or what else is no tensor and names several places."""
+    return hasattr(type(index), "__len__") and not isinstance(index, (Tensor, str))
+
+
+def _indices(listed: Any, **kwargs: Any) -> Tensor:
+    """The tensor that a list stands for where it indexes another."""
+    made = torch.tensor(listed, **kwargs)
+    return made if made.dtype in (torch.bool, torch.uint8) else made.long()
 
 
 def _one_hot(recorder: Watcher, original: Any, tensor: Tensor, num_classes: int = -1) -> Tensor:
@@ -268,10 +301,12 @@ def _replacements() -> list[Replacement]:
 
 _patch = Patch(_replacements)
 _patch_on_gpu = Patch(lambda: [_recorded(Tensor, "new_tensor", _make_like)])
+_patch_in_capture = Patch(lambda: [_recorded(Tensor, name, _index) for name in ("__getitem__", "__setitem__")])
 
 
 def asking(recorder: Watcher, undo: Undo) -> None:
     """Has what these functions do in calls that are recorded reported to the recorder, and answered for it."""
-    for patch in (_patch, _patch_on_gpu) if recorder.on_gpu else (_patch,):
-        undo.then(lambda _, patch=patch: patch.leave(recorder))
-        patch.take(recorder)
+    for patch, wanted in ((_patch, True), (_patch_on_gpu, recorder.on_gpu), (_patch_in_capture, not recorder.watching)):
+        if wanted:
+            undo.then(lambda _, patch=patch: patch.leave(recorder))
+            patch.take(recorder)

@@ -9,8 +9,8 @@ known and lie on the device of the call; `see` takes these in and no more. All o
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
@@ -189,7 +189,8 @@ class Recorder:
 
     Attributes:
         watching: whether the call is an eager one, which nothing may change, and its frames are watched.
-        trace: the operations, in order.
+        trace: the operations, in order, but for those that show a tensor made of Python values.
+        lifted: these, in order. Of lists that index, PyTorch shows them between other operations.
         script: what a capture of the same call must do, and what it may use.
         hazards: what a graph cannot repeat, in order; again each time that the call did it.
         generators: those passed to random operations.
@@ -243,9 +244,10 @@ class Recorder:
         self.on_gpu, self._gpu, self._index = gpu is not None, gpu, -1 if gpu is None else gpu
         self._generators, self._before_collective = generators, before_collective
         self.trace: list[Step] = []
+        self.lifted: list[Step] = []
         self.host_draws = host_draws
         self._drawn_at: dict[int, Tensor] = {} if host_draws is None else host_draws.at
-        self.script: Script | None = Script(self.trace, () if host_draws is None else host_draws.reads)
+        self.script: Script | None = Script(self.trace, self.lifted, () if host_draws is None else host_draws.reads)
         self.hazards: list[Hazard] = []
         self.generators: list[torch.Generator] = []
         self.random = self.backward = self.ran_compiled = self.compiles = False
@@ -318,6 +320,10 @@ class Recorder:
         """Whether an operation made what lies at an address."""
         return where in self._origins
 
+    def is_host(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies on the host while the call works on a GPU."""
+        return self.on_gpu and not tensor.is_cuda
+
     def producer_of(self, tensor: Tensor) -> Producer | None:
         """Where the call made a tensor; None where no operation could have computed it straight into other memory (no
         such overload, a tensor that is only part of its memory)."""
@@ -330,13 +336,9 @@ class Recorder:
     # -- what is no operation ------------------------------------------------------------------------------------
 
     def make(self, function: Callable, values: Any, kwargs: dict) -> Tensor:
-        """Makes a tensor on the GPU of Python values, and keeps it for the capture, which can make none."""
+        """Makes a tensor on the device of Python values, to be shown as one."""
         with hidden():
-            result = function(values, **kwargs)
-            self._origins.note_made(address(result), CONSTANTS)
-            if self.script is not None:
-                self.script.note_made(result)
-        return result
+            return function(values, **kwargs)
 
     def aim(self, tensor: Tensor, memory: Callable[[], Tensor]) -> None:
         """Lets a capture of this call compute a tensor straight into what `memory()` gives then: a tensor of its size,
@@ -511,8 +513,9 @@ class Recorder:
         if generator is not None and not any(same_generator(generator, known) for known in self.generators):
             self.generators.append(generator)
         self.random = self.random or random
-        result = self._run(Operation(step, about, args, kwargs, random, len(self.trace)))
-        self.trace.append(step)
+        record = self.lifted if about.lifts else self.trace
+        result = self._run(Operation(step, about, args, kwargs, random, len(record)))
+        record.append(step)
         return result
 
     def _run(self, one: Operation) -> Any:
@@ -611,6 +614,9 @@ class Recorder:
             self.collectives += 1
         if one.about.lifts:
             self._origins.note_made(one.given_at[0], CONSTANTS)
+            if self.watching and self.script is not None and not self.is_host(one.given[0]):
+                with hidden():
+                    self.script.note_made(one.index, one.given[0])
             return None
         return self._check.reason(one.step.op, one.about, one.args, one.kwargs, one.given)
 
@@ -783,8 +789,7 @@ class Follower(Recorder):
         self.kept_at: set[int] = set()
         self._refused: str | None = None
         self.left = False
-        self._made = 0  # tensors of Python values, on the GPU
-        self._communicated = False
+        self._communicated, self._copies = False, True
         self._graph = Graph() if graph is None else graph
         self._after = [one for one in (self._graph.after, observing.by) if one is not None]
         # Index of an operation -> makes the memory that its result is to be computed into.
@@ -797,10 +802,6 @@ class Follower(Recorder):
         self._sizes.clear()
         self._into, self._made_by = {}, {}
         return self
-
-    def is_host(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies on the host while the capture works on a GPU."""
-        return self.on_gpu and not tensor.is_cuda
 
     def _is_compared_here(self, tensor: Tensor, name: str, reason: Reason) -> bool:
         return self.script is not None and len(self.trace) in self.script.read_at
@@ -849,14 +850,14 @@ class Follower(Recorder):
         refused = self._refused or next(map(str, self.hazards), None)
         if refused is not None:
             raise CaptureRefused(refused)
-        differs = None if self.script is None else self.script.ends_otherwise(self.trace)
+        differs = None if self.script is None else self.script.ends_otherwise(self.trace, self.lifted)
         if differs is not None:
             raise Diverged(differs)
 
     # -- what is no operation ------------------------------------------------------------------------------------
 
     def make(self, function: Callable, values: Any, kwargs: dict) -> Tensor:
-        """Makes a tensor on the GPU of Python values: the one of the recorded call.
+        """Makes a tensor on the device of Python values: the one of the recorded call.
 
         Raises:
             Diverged: the values are others than then.
@@ -865,13 +866,27 @@ class Follower(Recorder):
             return super().make(function, values, kwargs)
         with hidden():
             now = function(values, **{**kwargs, "device": "cpu", "requires_grad": False})
-            kept = self.script.made(self._made, now)
+            kept = self.script.made(len(self.lifted), now)
             if kept is not None:
-                self._made += 1
                 self._take_address(address(kept))
-                return kept.requires_grad_(kwargs.get("requires_grad", False))
+                return kept.requires_grad_() if kwargs.get("requires_grad") else kept
         self.give_up(Diverged(f"{lines().location} makes a tensor of other Python values than in the call before"))
         return function(values, **kwargs)
+
+    @contextmanager
+    def copying_nothing(self) -> Iterator[None]:
+        """Inside, Python values other than a single number would be copied to a GPU, which no capture can do: emulated
+        captures fail there as well."""
+        before, self._copies = self._copies, self.on_gpu
+        try:
+            yield
+        finally:
+            self._copies = before
+
+    def _why_not(self, one: Operation) -> Reason | None:
+        if one.about.lifts and not self._copies and one.given[0].dim():
+            raise RuntimeError("Cannot copy between CPU and CUDA tensors during CUDA graph capture.")
+        return super()._why_not(one)
 
     def note_resized(self, storage: torch.UntypedStorage, before: int) -> bool:
         """As in an eager call; the graph has to do the same."""

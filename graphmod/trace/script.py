@@ -81,65 +81,72 @@ class Script:
 
     Args:
         trace: its operations.
+        lifted: those of them apart that show a tensor made of Python values: when they come, nobody may care.
         numbers: the indices of those that read a number which is drawn on the host.
     """
 
-    def __init__(self, trace: list[Step], numbers: Container[int]) -> None:
-        self.trace = trace
+    def __init__(self, trace: list[Step], lifted: list[Step], numbers: Container[int]) -> None:
+        self.trace, self.lifted = trace, lifted
         self.numbers = numbers
         self.kept: dict[int, Kept] = {}
         self.read_at: set[int] = set()
         self.aims: dict[int, Callable[[], Tensor]] = {}
-        self._made: list[tuple[Tensor, Tensor]] = []  # of Python values, in order, each on the host and on the GPU
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}  # index in `lifted` -> what was made, on the host and there
 
     def note_write(self, where: int) -> None:
         """Takes in that the call changed what lies at an address."""
         for kept in self.kept.values():
             kept.note_write(where)
 
-    def note_made(self, tensor: Tensor) -> None:
-        """Takes in a tensor that the call makes of Python values."""
-        self._made.append((tensor.detach().cpu(), tensor.detach().clone()))
+    def note_made(self, index: int, tensor: Tensor) -> None:
+        """Takes in the tensor of Python values that a step of `lifted` shows."""
+        kept = tensor.detach().clone()
+        self._made[index] = kept.cpu(), kept
 
-    def made(self, number: int, now: Tensor) -> Tensor | None:
-        """A copy of the tensor made as the `number`-th; None where that had other values than `now`, on the host."""
-        if number >= len(self._made):
+    def made(self, index: int, now: Tensor) -> Tensor | None:
+        """A copy of that tensor; None where it had other values than `now`, on the host."""
+        if index not in self._made:
             return None
-        then, kept = self._made[number]
+        then, kept = self._made[index]
         same = now.dtype is then.dtype and torch.equal(now.nan_to_num(), then.nan_to_num())
         return kept.clone() if same else None
 
     def differs(self, index: int, step: Step, where: Callable[[], Lines]) -> str | None:
         """Why an operation of a capture is not the one of the recorded call; `where` tells its lines."""
-        if index >= len(self.trace):
-            return f"{where().location} does more operations than the call before, which did {len(self.trace)}"
-        return None if self.has(index, step) else _differs(self.trace[index], step, where().location)
+        known = self.lifted if facts(step.op).lifts else self.trace
+        if index >= len(known):
+            return f"{where().location} does more operations than the call before, which did {len(known)}"
+        return None if _same(known[index], step) else _differs(known[index], step, where().location)
 
     def has(self, index: int, step: Step) -> bool:
         """Whether the recorded call did the same operation there, with the same scalars."""
-        old = self.trace[index] if index < len(self.trace) else None
-        return old is not None and old.op is step.op and old.scalars == step.scalars
+        return index < len(self.trace) and _same(self.trace[index], step)
 
-    def compare(self, trace: list[Step]) -> str | None:
+    def compare(self, trace: list[Step], lifted: list[Step]) -> str | None:
         """Why these operations of a later call are not those of the recorded one; None where they are.
 
         A difference means that the code has state in Python (a counter, a learning rate, a branch) that a graph would
         freeze at its present value.
         """
-        for index, step in enumerate(trace[: len(self.trace)]):
-            if not self.has(index, step):
-                return _differs(self.trace[index], step, step.location)
-        return self.ends_otherwise(trace)
+        for old, new in (*zip(self.trace, trace, strict=False), *zip(self.lifted, lifted, strict=False)):
+            if not _same(old, new):
+                return _differs(old, new, new.location)
+        return self.ends_otherwise(trace, lifted)
 
-    def ends_otherwise(self, trace: list[Step]) -> str | None:
+    def ends_otherwise(self, trace: list[Step], lifted: list[Step]) -> str | None:
         """Why a call that did these operations, and no others so far, is not all of the recorded call."""
-        if len(self.trace) == len(trace):
-            return None
-        extra = (self.trace if len(self.trace) > len(trace) else trace)[min(len(self.trace), len(trace))]
-        return (
-            f"the call before did {len(self.trace)} operations, this one {len(trace)}; the first that differs is "
-            f"{facts(extra.op).short} at {extra.location}"
-        )
+        for before, now in ((self.trace, trace), (self.lifted, lifted)):
+            if len(before) != len(now):
+                extra = max(before, now, key=len)[min(len(before), len(now))]
+                return (
+                    f"the call before did {len(before)} operations, this one {len(now)}; the first that differs is "
+                    f"{facts(extra.op).short} at {extra.location}"
+                )
+        return None
+
+
+def _same(old: Step, new: Step) -> bool:
+    return old.op is new.op and old.scalars == new.scalars
 
 
 def _differs(old: Step, new: Step, where: str) -> str:
