@@ -137,7 +137,7 @@ class Part:
         )
         result = call.result
         changed = given.changed()
-        bound, _ = bind(notes, result, recorder.backward)
+        bound, _ = bind(notes, result, recorder)
         changes = list(all_changes(notes, bound))
         if changed is not None:  # the same, seen from the code's side, tells the line
             of_arguments = [one for one in changes if one.owner in call.flat.seen]

@@ -132,14 +132,18 @@ def differs(name: str, key: Any, was: Any, now: Any, where: tuple, optimizer: An
 
 
 def bound_anew(notes: Notes) -> list[Note]:
-    """The places where a call put something else before anybody looked at what was there, or went through all that is
-    in the container. Each once."""
+    """The places where a call put something else, and nobody looked at what was there, but for the values of a tensor,
+    or went through all that is in the container. Each once; `read` tells of such a tensor."""
     if notes.of_dynamo:  # whose code reads by itself
         return []
-    found = {note.place: note for note in notes.notes.values() if not note.read and note.changed()}
+    found: dict[tuple, Note] = {}
+    for note in notes.notes.values():
+        if note.changed() and (note.read or note.place not in found):
+            found[note.place] = note
     for note in notes.notes.values() if found else ():
         whole = identity(note.container) in notes.contents or isinstance(note.owner, threading.local)
-        if note.read or whole or is_plain(now := note.now()) or now is MISSING:
+        fixed = note.read and (note.form is None or not isinstance(note.now(), Tensor))
+        if fixed or whole or is_plain(now := note.now()) or now is MISSING:
             found.pop(note.place, None)
     return list(found.values())
 

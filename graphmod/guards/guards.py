@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from graphmod.guards.changes import differs, line_of, name_of, replacements
 from graphmod.guards.compiled import modes
 from graphmod.guards.hooks import HookWatch
-from graphmod.guards.notes import Note, Notes
+from graphmod.guards.notes import Note, Notes, form
 from graphmod.guards.values import (
     CONTAINERS,
     MISSING,
@@ -280,6 +280,7 @@ class Guards:
 
     Attributes:
         bound: those, in containers as they are now.
+        carried: those of them that hold a tensor whose values the next call reads.
         exchanged: whether the last change found was of an object or a tensor, which the guards keep alive.
         slots: `(container, key, tensor)` of each place of a tensor.
         attributes: those of `slots` that are parameters of modules.
@@ -295,6 +296,7 @@ class Guards:
         for place in self.bound:  # neither what was there nor what is is kept alive
             place.value = MISSING
             place.note.let_go()
+        self.carried = [place for place in self.bound if place.note.read]
         self.modules = list(notes.modules.values())
         self._hooks_of = [hooks for module in self.modules for kind in HOOKS if not (hooks := getattr(module, kind))]
         replaced = replacements(notes)
@@ -409,6 +411,9 @@ class Guards:
             reason = self._come()
             if reason is not None:
                 return reason
+        reason = self.carries_otherwise()
+        if reason is not None:
+            return reason
         for note in self._unset:
             if note.now() is not MISSING:
                 return differs(name_of(note), note.key, MISSING, note.now(), note.where)
@@ -425,6 +430,13 @@ class Guards:
         if gradients and self._leaves and [*map(_is, map(_grad, self._leaves), repeat(None))] != self._absent_gradients:
             return "other gradients are there, or absent, than when it was recorded"
         return self._gradient_hooks.changed() if self._leaves else None
+
+    def carries_otherwise(self) -> str | None:
+        """Which tensor whose values the next call reads is one of another form, in words."""
+        for place in self.carried:
+            if form(place.now()) != place.note.form:
+                return f"{name_of(place.note)} is no tensor like the one that was there when it was recorded"
+        return None
 
     def _recompiles(self) -> str | None:
         """What torch.compile would compile anew for, in words."""

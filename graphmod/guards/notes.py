@@ -70,7 +70,7 @@ from graphmod.trace.garbage import Ages
 from graphmod.trace.generators import METHODS, comparable, kinds_followed, state_of
 from graphmod.trace.host_draws import HostDraws
 from graphmod.trace.lines import is_library, users
-from graphmod.trace.operations import is_leaf
+from graphmod.trace.operations import address, is_leaf
 from graphmod.trace.undo import let_through
 from graphmod.trace.untraced import identity
 
@@ -109,6 +109,15 @@ def geometry(tensor: Tensor) -> tuple:
 
 
 _HELD = (nn.Module, type, *CONTAINERS, nn.Parameter, types.ModuleType)
+
+
+def form(value: Any) -> tuple | None:
+    """All that a graph freezes about a tensor whose values it copies; None of what it is to read where it is."""
+    if type(value) is not Tensor or value.requires_grad or value.layout is not torch.strided or value.is_nested:
+        return None
+    if value.is_conj() or value.is_neg() or value.__dict__:
+        return None
+    return value.size(), value.stride(), value.dtype, value.device
 
 
 def _held(value: Any) -> tuple[Any, bool]:
@@ -281,11 +290,13 @@ class Note:
         items: of a container.
         where: code and line that looked.
         read: whether code looked at what was there before it put something else there.
+        form: of a tensor that was there, see the function of that name.
+        where_it_lay: its address; 0 of anything else.
     """
 
     __slots__ = (
         *("_container", "_owner", "_value", "_view", "_weak_owner", "_weak_value"),
-        *("items", "key", "kind", "read", "where"),
+        *("form", "items", "key", "kind", "read", "where", "where_it_lay"),
     )
 
     def __init__(self, owner: Any, place: Place, where: tuple) -> None:
@@ -299,7 +310,8 @@ class Note:
             self._container, self._view = None, type(place.container)
         self._value, self._weak_value = _held(place.value)
         self.items = content(place.value) if isinstance(place.value, CONTAINERS) else None
-        self.read = True
+        self.read, self.form, there = True, form(place.value), place.value
+        self.where_it_lay = address(there) if isinstance(there, Tensor) else 0
 
     @property
     def owner(self) -> Any:
@@ -395,6 +407,7 @@ class Notes:
         gradient_at: where code first looked at, or set, the gradient of a leaf tensor.
         of_classes: identity of the attributes of a class -> the view of them that notes are on.
         taken: those locks, by identity, that code has taken.
+        told_apart: the addresses of tensors of which code asked whether they are others.
     """
 
     def __init__(self, ages: Ages, host_draws: HostDraws | None = None) -> None:
@@ -416,6 +429,7 @@ class Notes:
         self.gradient_at: tuple | None = None
         self.of_classes: dict[int, types.MappingProxyType] = {}
         self.taken: dict[int, TakenLock] = {}
+        self.told_apart: set[int] = set()
         self._walked: dict[int, nn.Module] = {}
         self._in_classes: dict[tuple[int, str], Place | None] = {}
         self._kinds: dict[int, type] = {}  # kept, so that their identities stay theirs
@@ -445,6 +459,7 @@ class Notes:
         """Notes on what the same call reads from here on."""
         later = Notes(self.ages)
         later.chance, later.of_classes, later.taken = self.chance, self.of_classes, self.taken
+        later.told_apart = self.told_apart
         return later
 
     def take_in(self, later: Notes) -> None:

@@ -128,4 +128,4 @@ class LayerContext(Context):
                 for place in graph.in_turn:
                     through[place] = InTurn.apply(through[place])
             outputs = apply_replayed(ticket, self.group.anchor, *inputs, *through)
-        return graph.results.make(leaves, outputs)
+        return graph.results.make(graph.given(leaves), outputs)

@@ -49,7 +49,7 @@ from graphmod.guards.values import (
 from graphmod.reads.operand_stack import Nothing, depths, top
 from graphmod.torch_private import TensorBase
 from graphmod.trace.lines import is_library
-from graphmod.trace.operations import is_leaf
+from graphmod.trace.operations import address, is_leaf
 from graphmod.trace.untraced import identity
 
 Step = tuple[Callable, int, Any, int, int]
@@ -157,6 +157,10 @@ class Reading:
     def compare(self, frame: FrameType, how: str, values: list) -> None:
         self.each(frame, how, values)
 
+    def tell_apart(self, frame: FrameType | None, argument: Any, values: list) -> None:
+        """Code asks which object a tensor is, and not only what is in it."""
+        self._notes.told_apart.update(address(value) for value in values if issubclass(type(value), Tensor))
+
     # -- variables -----------------------------------------------------------------------------------------------
 
     def global_variable(self, frame: FrameType, name: str, values: Any) -> None:
@@ -241,6 +245,7 @@ class Reading:
     def contains(self, frame: FrameType, argument: Any, values: list) -> None:
         key, container = values
         self.use(key)
+        self.tell_apart(frame, argument, [key])
         if _goes_by_key(container, "__contains__"):
             self._item(container, key)
         else:
@@ -483,6 +488,10 @@ def _number(reading: Reading, function: Any, given: list) -> None:
         reading._draws.expected = given[0]
 
 
+def _told_apart(reading: Reading, function: Any, given: list) -> None:
+    reading.tell_apart(None, None, given)
+
+
 def _of_system(reading: Reading, function: Any, given: list) -> None:
     reading._notes.chance.ask_system(reading._notes.here())
 
@@ -556,6 +565,7 @@ _in_c: dict[int, Callable] = {  # by identity of the function
     identity(len): _length,
     identity(map): _mapped,
     identity(dir): _names_of,
+    identity(id): _told_apart,
     **{identity(one): _kind_asked for one in (isinstance, issubclass)},
     **{
         identity(vars(kind)[name]): reads
@@ -600,6 +610,7 @@ _STEPS: dict[str, tuple[Callable, int]] = {
     "CONTAINS_OP": (Reading.contains, 2),
     "BINARY_OP": (Reading.each, 2),
     "COMPARE_OP": (Reading.compare, 2),
+    "IS_OP": (Reading.tell_apart, 2),
     **dict.fromkeys(
         (
             *("GET_ITER", "GET_YIELD_FROM_ITER", "UNPACK_SEQUENCE", "UNPACK_EX", "LIST_EXTEND", "SET_UPDATE"),

@@ -216,7 +216,7 @@ class Context:
             leaves: the call's tensor arguments.
             random_state: before the replay; see `StepGraph.random_state`.
         """
-        return graph.results.make(leaves, ())
+        return graph.results.make(graph.given(leaves), ())
 
     # -- what the log says ---------------------------------------------------------------------------------------
 

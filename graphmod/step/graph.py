@@ -16,7 +16,7 @@ from torch import Tensor
 from graphmod.backend.cuda import renew_gradient_accumulators
 from graphmod.errors import CaptureRefused, SuccessorFailed
 from graphmod.errors import reason as failure
-from graphmod.guards.changes import NOT_REPLAYED
+from graphmod.guards.changes import NOT_REPLAYED, name_of
 from graphmod.guards.guards import Guards, put
 from graphmod.guards.hooks import HookWatch, has_gradient_hooks
 from graphmod.signature.call import Call, Flat, Given
@@ -75,6 +75,7 @@ class StepGraph:
         self.succeeded = False
         self.launches = 0
         self.parts: EagerParts | None = None
+        self._carried: list[Tensor] = []
 
     # -- capture -------------------------------------------------------------------------------------------------
 
@@ -90,11 +91,13 @@ class StepGraph:
         """
         context, entry, group, recording = self.context, self.entry, self.context.group, self.recording
         self.function = call.function
-        self.inputs, identities = static_inputs(self, call), set(map(id, call.leaves))
+        guards, generators = recording.guards, recording.generators
+        self.keep_carried()
+        carried = zip([name_of(place.note) for place in guards.carried], self._carried, strict=True)
+        self.inputs, identities = static_inputs(self, call, list(carried)), set(map(id, call.leaves))
         given = [static.tensor for static in self.inputs]
         inside = Call(call.function, *rebuild(entry.signature.structure, given))
         passed = Given(inside)
-        guards, generators = recording.guards, recording.generators
         owned = guards.parameters()
         before = _Before(self, owned)
         grads = list(map(memory_of, before.grads))
@@ -111,7 +114,8 @@ class StepGraph:
             return result
 
         def check(recorder: Follower, result: Flat) -> None:
-            reason = passed.changed() or passed.returned(result) or unlike_eager(self.inputs, call.leaves, recorder)
+            reason = passed.changed() or passed.returned(result)
+            reason = reason or unlike_eager(self.inputs, self.given(call.leaves), recorder)
             if reason is not None:
                 raise CaptureRefused(reason)
             held = {*map(id, owned), *(id(tensor) for _, _, tensor in guards.slots)}
@@ -129,6 +133,8 @@ class StepGraph:
                 undo.then(lambda _: parts.show_gradients())
                 undo.enter(methods)
                 parts.within(ends, memory, methods)
+            for place, static in zip(guards.carried, given[len(call.leaves) :], strict=True):
+                put(place.container, place.note, static)
             pool, script = self.tape.arena.pool, recording.script
             split = not generators and not entry.account.failures
             return group.backend.capture(run, pool, given, generators, check, split=split, script=script, parts=parts)
@@ -204,9 +210,23 @@ class StepGraph:
 
     # -- replay --------------------------------------------------------------------------------------------------
 
+    def given(self, leaves: list[Tensor]) -> list[Tensor]:
+        """The tensors that a replay is given: a call's tensor arguments, and what it finds at the places that it binds
+        anew from what is there."""
+        return [*leaves, *self._carried] if self._carried else leaves
+
+    def keep_carried(self) -> None:
+        """Takes what is at these places now for what the next replay finds there."""
+        self._carried = [place.now() for place in self.recording.guards.carried]
+
     def unfit(self, leaves: list[Tensor], careful: bool) -> str | None:
         """Why this graph cannot take these arguments at these addresses, or None. Unless `careful`, a graph that starts
         early leaves the rest of the check to `guards`, after its start."""
+        otherwise = self.recording.guards.carries_otherwise()
+        if otherwise is not None:
+            return otherwise
+        self.keep_carried()
+        leaves = self.given(leaves)
         for index, pointer in self._adopted:
             if leaves[index].data_ptr() != pointer:
                 return f"{self.inputs[index].name} is at another address than when it was captured"
@@ -249,9 +269,9 @@ class StepGraph:
         """Brings the arguments to where the graph reads them, and keeps what it is about to change."""
         if self.parts is not None:
             self.parts.began = False
-        passes = self.tape.arena.passes
+        passes, given = self.tape.arena.passes, self.given(leaves)
         for index, buffer in self._copied:
-            self.context.counters.copied_bytes += buffer.load(leaves[index], passes, self.context)
+            self.context.counters.copied_bytes += buffer.load(given[index], passes, self.context)
         if self.advanced:
             self.before = [tensor.clone() for tensor in self.advanced]
 

@@ -110,7 +110,7 @@ def record(
     """
     began, compiled = time.perf_counter(), frames_compiled()
     recorder, notes, given = record_reads(call, gpu, *roots, methods=methods, follows=follows)
-    bound, whole = bind(notes, call.result, recorder.backward)
+    bound, whole = bind(notes, call.result, recorder)
     returned = outline(whole)
     refused = str(recorder.hazards[0]) if recorder.hazards else None
     refused = refused or (BACKWARD_OUTSIDE if recorder.unfinished else None)

@@ -23,7 +23,7 @@ from graphmod.step.entry import Entry
 from graphmod.step.static_outputs import StaticOutput
 from graphmod.torch_private import top_saved_tensors_hooks, without_modes
 from graphmod.trace.operations import address
-from graphmod.trace.recorder import Follower
+from graphmod.trace.recorder import Follower, Recorder
 from graphmod.trace.untraced import identity
 
 
@@ -126,17 +126,26 @@ def not_to_be_made_again(structure: Any) -> str | None:
     return None
 
 
-def bind(notes: Notes, result: Flat, backward: bool) -> tuple[list[Note], Flat]:
+def bind(notes: Notes, result: Flat, recorder: Recorder) -> tuple[list[Note], Flat]:
     """The places that a recorded call bound anew (`self.last = y.detach()`) in a way that each replay can: with tensors
     of its own, as it hands out results. With these, its result together with what is there now.
 
-    Args:
-        backward: whether a backward ran inside.
+    A place may have been read before (`self.mean = 0.9 * self.mean + x.mean()`): then what is there is an argument more
+    of each replay. Not so where the call itself wrote into it or asked which object it is, a backward may come that
+    needs it, or a value that is read on the host depends on it.
     """
     if top_saved_tensors_hooks(True) is not None:  # a checkpoint that makes the call again binds once more
         return [], result
     returned = set(map(id, result.leaves))
-    places = [note for note in bound_anew(notes) if _can_be_bound(note.now(), notes, returned, backward)]
+    reads = None if recorder.host_draws is None else recorder.host_draws.given
+    keys = {address(note.key) for note in notes.notes.values() if isinstance(note.key, Tensor)}
+    fixed = recorder.written.keys() | notes.told_apart | keys | (reads.depends_on if reads else set())
+    places = [
+        note
+        for note in bound_anew(notes)
+        if not (note.read and (result.differentiable or note.where_it_lay in fixed))
+        and _can_be_bound(note.now(), notes, returned, recorder.backward)
+    ]
     return places, Flat(result.value, [note.now() for note in places]) if places else result
 
 

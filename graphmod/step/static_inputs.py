@@ -167,8 +167,8 @@ def unlike_eager(inputs: list[StaticInput], sources: list[Tensor], recorder: Fol
     return None
 
 
-def static_inputs(graph: Any, call: Call) -> list[StaticInput]:
-    """What stands for each tensor argument of a call in its capture.
+def static_inputs(graph: Any, call: Call, carried: list[tuple[str, Tensor]]) -> list[StaticInput]:
+    """What stands for each tensor argument of a call in its capture, and for each of `carried`, which have names.
 
     Raises:
         CaptureRefused: one of them can have no copy that code could not tell from it.
@@ -176,20 +176,25 @@ def static_inputs(graph: Any, call: Call) -> list[StaticInput]:
     group = graph.context.group
     paths = argument_paths(graph.entry.signature.structure, call.names)
     names = {part.index: path for path, part in paths.items() if part.__class__ is Leaf}
+    given = [(f"argument {names.get(index, f'tensor {index}')}", leaf) for index, leaf in enumerate(call.leaves)]
     made = []
-    for index, source in enumerate(call.leaves):
-        name = names.get(index, f"tensor {index}")
+    for name, source in (*given, *carried):
         why = unusual(source)
         if why is not None:
-            raise CaptureRefused(f"argument {name} is {why}, of which no graph can be given a copy")
+            raise CaptureRefused(f"{name} is {why}, of which no graph can be given a copy")
         if group.backend.on_gpu and not source.is_cuda:
             raise CaptureRefused(
-                f"argument {name} is on the host, and a graph would copy it from one fixed address; move it to the "
+                f"{name} is on the host, and a graph would copy it from one fixed address; move it to the "
                 "GPU before the call (.to(device, non_blocking=True) from pinned memory)"
             )
-        known = next((buffer for buffer in group.buffers if buffer.holds(source)), None)
-        memory, buffer = static_memory(graph, source, graph.context, known)
-        made.append(StaticInput(_like(source, memory), buffer, name))
+        if len(made) < len(given):
+            known = next((buffer for buffer in group.buffers if buffer.holds(source)), None)
+            memory, buffer = static_memory(graph, source, graph.context, known)
+        else:  # another tensor in each call
+            buffer = OwnedBuffer(source)
+            memory = buffer.tensor.detach()
+            graph.context.counters.copied_bytes += buffer.load(source, graph.tape.arena.passes, graph.context)
+        made.append(StaticInput(_like(source, memory), buffer, name.removeprefix("argument ")))
     return made
 
 

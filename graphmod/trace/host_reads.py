@@ -87,6 +87,7 @@ class HostReads:
     Attributes:
         known: address -> the memory there, whose values are followed.
         read_given: address of an argument on which a value depends -> the first of what reads such a one.
+        depends_on: the addresses of tensors from outside on which a value depends, once the call has ended.
         seconds: that `find` took.
     """
 
@@ -100,6 +101,7 @@ class HostReads:
         self._origins, self._changed, self._refuse = origins, changed, refuse
         self.known: dict[int, _Memory] = {}
         self.read_given: dict[int, Hazard] = {}
+        self.depends_on: set[int] = set()
         self.seconds = 0.0
         self._after_part = False
         self._steps: list[_Done] = []
@@ -277,6 +279,7 @@ class HostReads:
     def finish(self) -> None:
         """Ends the recording."""
         self._steps = [step for index, step in enumerate(self._steps) if index in self._needed]
+        self.depends_on = set(self._read_from)
         self.known, self._read_from = {}, {}
         self._origins, self._changed = Origins(), {}
 

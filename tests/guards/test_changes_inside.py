@@ -79,7 +79,9 @@ CHANGES = {
     "thread's": ("T = threading.local(); T.n = 0", "T.n += 1; h = h * T.n", "T.n"),
     "mode": ("M = nn.Dropout(0.5)", "M.train(not M.training); h = h * (2 if M.training else 3)", "M.training"),
     "requires_grad": ("M = linear()", "M.requires_grad_(not M.weight.requires_grad)", "M.weight.requires_grad"),
-    "attribute set to a new tensor": ("S = Holder(); S.t = full(1.0)", "h = h * S.t; S.t = h.mean(0)", "S.t.tolist()"),
+    "attribute set to a new tensor, and the old one changed": (
+        "S = Holder(); S.t = full(1.0)", "S.t.mul_(1.5); h = h * S.t; S.t = h.mean(0)", "S.t.tolist()"
+    ),
     "parameter exchanged": (
         "M = linear()", "M.weight = nn.Parameter(M.weight.detach() * 0.5); h = M(h)", "M.weight.tolist()"
     ),
@@ -116,9 +118,6 @@ CHANGES = {
     ),
     "module appended": ("M = nn.ModuleList()", "M.append(Scale(2.0)); h = through(M, h)", "len(M)"),
     "hook": ("M = linear()", "M.register_forward_hook(twice); h = M(h)", "len(M._forward_hooks)"),
-    "bound after hasattr": (
-        "S = Holder()", "h = h * (2 if hasattr(S, 't') else 3); S.t = h.mean(0)", "S.t.tolist()"
-    ),
     "bound after a look at all attributes": (
         "S = Holder()", "h = h * len(vars(S)); S.t = h.mean(0)", "S.t.tolist()"
     ),
@@ -127,14 +126,6 @@ CHANGES = {
     ),
     "item bound after a look at all items": (
         "D = {'a': full(1.0)}", "h = h * sum(D.values()); D['a'] = h.mean(0)", "D['a'].tolist()"
-    ),
-    "bound by a setter that adds to what was there": (
-        "class Sums:\n    def __setattr__(self, name, value):\n        "
-        "object.__setattr__(self, name, value + getattr(self, name, 0))\nS = Sums()",
-        "S.t = h.mean(0)", "S.t.tolist()",
-    ),
-    "read by another way and bound": (
-        "S = Holder(); S.t = full(1.0); D = S.__dict__", "h = h * D['t']; S.t = h.mean(0)", "S.t.tolist()"
     ),
     "bound and kept": ("S = Holder(); L = []", "S.t = h.mean(0); L.append(S.t)", "[t.tolist() for t in L]"),
     "bound to a list from outside": (
@@ -172,6 +163,21 @@ CHANGES = {
 # name -> as above: what is bound to tensors of the call before anybody looks at what was there.
 BOUND = {
     "an attribute": ("S = Holder()", "S.t = h.mean(0)", "S.t.tolist()"),
+    "an attribute that was read": ("S = Holder(); S.t = full(1.0)", "h = h * S.t; S.t = h.mean(0)", "S.t.tolist()"),
+    "bound after hasattr": (
+        "S = Holder()", "h = h * (2 if hasattr(S, 't') else 3); S.t = h.mean(0)", "S.t.tolist()"
+    ),
+    "bound by a setter that adds to what was there": (
+        "class Sums:\n    def __setattr__(self, name, value):\n        "
+        "object.__setattr__(self, name, value + getattr(self, name, 0))\nS = Sums()",
+        "S.t = h.mean(0)", "S.t.tolist()",
+    ),
+    "read by another way and bound": (
+        "S = Holder(); S.t = full(1.0); D = S.__dict__", "h = h * D['t']; S.t = h.mean(0)", "S.t.tolist()"
+    ),
+    "a slot that was read": ("S = Slotted(full(1.0))", "S.scale = S.scale + h.mean(0)", "S.scale.tolist()"),
+    "a global that was read": ("T = full(1.0)", "global T; T = T * h.mean(0)", "T.tolist()"),
+    "one of a class that was read": ("class C:\n    t = full(1.0)", "C.t = C.t + h.mean(0)", "C.t.tolist()"),
     "an attribute that is read then": ("S = Holder()", "S.t = h.mean(0); h = h * S.t; S.t = S.t * 2", "S.t.tolist()"),
     "an attribute of a module": ("M = linear()", "M.last = M(h).detach(); h = h + M.last", "M.last.tolist()"),
     "an attribute of a class": ("class C:\n    t = None", "C.t = h.mean(0)", "C.t.tolist()"),
@@ -305,7 +311,7 @@ def test_what_a_call_leaves_as_it_was_is_captured(name, device):
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
-        ("attribute set to a new tensor", "change it in place (copy_, add_)"),
+        ("attribute set to a new tensor, and the old one changed", "change it in place (copy_, add_)"),
         ("bound to an object of C", "bind tensors instead"),
         ("bound to a tensor whose backward may come", "bind it detached"),
     ],
