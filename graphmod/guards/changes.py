@@ -23,6 +23,7 @@ from graphmod.guards.values import (
     Answer,
     Cached,
     Cell,
+    Data,
     Subclasses,
     content_now,
     describe,
@@ -133,7 +134,8 @@ def differs(name: str, key: Any, was: Any, now: Any, where: tuple, optimizer: An
 
 def bound_anew(notes: Notes) -> list[Note]:
     """The places where a call put something else, and nobody looked at what was there, but for the values of a tensor,
-    or went through all that is in the container. Each once; `read` tells of such a tensor."""
+    or went through all that is in the container; and the memory of tensors that were given other. Each once; `read`
+    tells of such a tensor."""
     if notes.of_dynamo:  # whose code reads by itself
         return []
     found: dict[tuple, Note] = {}
@@ -145,7 +147,7 @@ def bound_anew(notes: Notes) -> list[Note]:
         fixed = note.read and (note.form is None or not isinstance(note.now(), Tensor))
         if fixed or whole or is_plain(now := note.now()) or now is MISSING:
             found.pop(note.place, None)
-    return list(found.values())
+    return [*found.values(), *(note for met in notes.tensors.values() if (note := met.data()) is not None)]
 
 
 def what_changed(notes: Notes, bound: Collection[Note] = ()) -> str | None:
@@ -183,7 +185,7 @@ def all_changes(notes: Notes, bound: Collection[Note] = ()) -> Iterator[Change]:
         if id(note.owner) not in replaced and note.changed() and not issubclass(type(note.now()), Recorder):
             told.add(id(note.owner))
             yield _change_of(note, kept_by.get(id(note.owner)))
-    yield from _changed_tensors(notes)
+    yield from _changed_tensors(notes, {id(note.owner) for note in bound if isinstance(note.container, Data)})
     yield from _kept_locks(notes)
     for value, items, where in notes.contents.values():
         if id(value) not in replaced and id(value) not in told and not same_content(items, content_now(value)):
@@ -224,9 +226,10 @@ def _kept_locks(notes: Notes) -> Iterator[Change]:
             yield Change(_changes(STATE_OF_LOCK, was, now), lines_of(taken.where), KEEP_LOCK)
 
 
-def _changed_tensors(notes: Notes) -> Iterator[Change]:
-    """Tensors that the call put elsewhere, or laid out otherwise."""
-    changed = [(met, tensor) for met in notes.tensors.values() if met.changed() and (tensor := met.tensor) is not None]
+def _changed_tensors(notes: Notes, known: Collection[int]) -> Iterator[Change]:
+    """Tensors that the call put elsewhere, or laid out otherwise, but for some (by identity)."""
+    met_changed = [met for met in notes.tensors.values() if met.changed()]
+    changed = [(met, tensor) for met in met_changed if (tensor := met.tensor) is not None and id(tensor) not in known]
     if not changed:
         return
     places = {id(note.before()): note for note in notes.notes.values() if isinstance(note.before(), Tensor)}

@@ -26,6 +26,7 @@ from graphmod.guards.values import (
     MISSING,
     Answer,
     Cell,
+    Data,
     Fields,
     Kind,
     Slots,
@@ -181,18 +182,21 @@ class TensorWatch:
     Args:
         tensors: those to watch.
         names: by identity of a tensor, under which code reads it.
+        moving: the identities of those that may lie elsewhere.
 
     Attributes:
         exchanged: whether what `moved` found is more than another `requires_grad`.
         tensors: those of `tensors` that have memory, and those that one without stands for.
+        staying: those of them that stay where they are.
     """
 
-    def __init__(self, tensors: list[Tensor], names: dict[int, str]) -> None:
+    def __init__(self, tensors: list[Tensor], names: dict[int, str], moving: Collection[int] = ()) -> None:
         self.exchanged, self._names = True, names
         self._inner = [inner for tensor in tensors for inner in _inner_tensors(tensor)]
         found = {id(tensor): tensor for tensor in (*tensors, *(inner for _, _, inner in self._inner))}
         self.tensors = [tensor for tensor in found.values() if tensor.layout is torch.strided]
-        self._addresses = list(map(_data_ptr, self.tensors))
+        self.staying = [tensor for tensor in self.tensors if id(tensor) not in moving]
+        self._addresses = list(map(_data_ptr, self.staying))
         self._sizes = list(map(_size, self.tensors))
         self._strides = list(map(_stride, self.tensors))
         self._flags = list(map(_requires_grad, self.tensors))
@@ -206,8 +210,8 @@ class TensorWatch:
         for tensor, name, inner in self._inner:
             if getattr(tensor, name) is not inner:
                 return f"{name} of a {type(tensor).__name__} it reads is another"
-        if list(map(_data_ptr, tensors)) != self._addresses:
-            return f"{self._named(self._addresses, _data_ptr)} has moved to another address"
+        if list(map(_data_ptr, self.staying)) != self._addresses:
+            return f"{self._named(self.staying, self._addresses, _data_ptr)} has moved to another address"
         return None if self._alike is not None and self._alike(*tensors) else self._of_other_kind()
 
     def _of_other_kind(self) -> str | None:
@@ -217,15 +221,15 @@ class TensorWatch:
             return "a tensor it reads has another shape or other strides than when it was recorded"
         if list(map(_requires_grad, tensors)) != self._flags:
             self.exchanged = False
-            return f"requires_grad of {self._named(self._flags, _requires_grad)} changed"
+            return f"requires_grad of {self._named(tensors, self._flags, _requires_grad)} changed"
         if list(map(_form, tensors)) != self._forms:
             return "a tensor it reads has another dtype or class than when it was recorded"
         self._alike = alike(tensors)  # which depends on modes, such as autocast, as they are now
         return None
 
-    def _named(self, before: list, read: Callable) -> str:
-        """The first tensor that is other than before, by the name under which it is read."""
-        now = next(one for one, known in zip(self.tensors, before, strict=True) if read(one) != known)
+    def _named(self, tensors: list[Tensor], before: list, read: Callable) -> str:
+        """The first of some tensors that is other than before, by the name under which it is read."""
+        now = next(one for one, known in zip(tensors, before, strict=True) if read(one) != known)
         name = self._names.get(id(now))
         return "a tensor it reads" if name is None else f"{name!r}, a tensor it reads,"
 
@@ -259,6 +263,8 @@ def put(container: Any, note: Note, value: Any) -> None:
         object.__setattr__(container.owner, note.key, value)
     elif isinstance(container, Slots):
         object.__delattr__(container.owner, note.key)
+    elif isinstance(container, Data):
+        container.owner.data = value
     elif isinstance(container, types.MappingProxyType) and value is not MISSING:
         type.__setattr__(note.owner, note.key, value)
     elif isinstance(container, types.MappingProxyType):
@@ -284,7 +290,7 @@ class Guards:
         exchanged: whether the last change found was of an object or a tensor, which the guards keep alive.
         slots: `(container, key, tensor)` of each place of a tensor.
         attributes: those of `slots` that are parameters of modules.
-        tensors: those at these places and in the containers.
+        tensors, staying: those at these places and in the containers; those of them whose memory stays where it is.
         modules: those that were called.
         optimizers: those it worked with.
     """
@@ -370,8 +376,9 @@ class Guards:
         known = (*(one for _, _, one in self.slots), *(one for _, one in inside), *in_tuples)
         found = {id(one): one for one in (*known, *(leaf for leaf, _ in leaves))}
         names = {id(one): key for _, key, one in reversed(self.slots) if isinstance(key, str)}
-        self._watch = TensorWatch(list(found.values()), names)
-        self.tensors = self._watch.tensors
+        moving = {id(place.container.owner) for place in self.bound if isinstance(place.container, Data)}
+        self._watch = TensorWatch(list(found.values()), names, moving)
+        self.tensors, self.staying = self._watch.tensors, self._watch.staying
         self._leaves, self._absent_gradients = [leaf for leaf, _ in leaves], [absent for _, absent in leaves]
         self._gradient_hooks = HookWatch(self._leaves)
 

@@ -31,6 +31,7 @@ from graphmod.guards.values import (
     Answer,
     Cached,
     Cell,
+    Data,
     Fields,
     InC,
     Kind,
@@ -251,18 +252,22 @@ class MetTensor:
         without_gradient: whether it had none then.
         asked_for_gradient: whether code looked at its gradient.
         in_tuple: whether code found it in a tuple, on which there is no note.
+        gets_data: whether code gave it other memory (`tensor.data = ...`).
+        where_it_lay: the address of its memory.
         where: code and line that came upon it.
     """
 
     __slots__ = (
-        *("_tensor", "_weakly", "asked_for_gradient", "geometry", "in_tuple", "is_leaf", "where", "without_gradient"),
+        *("_tensor", "_weakly", "asked_for_gradient", "geometry", "gets_data", "in_tuple", "is_leaf", "where"),
+        *("where_it_lay", "without_gradient"),
     )
 
     def __init__(self, tensor: Tensor, where: tuple) -> None:
         self.geometry, self.where = geometry(tensor), where
         self.is_leaf = (tensor.requires_grad or isinstance(tensor, nn.Parameter)) and is_leaf(tensor)
         self.without_gradient = self.is_leaf and tensor.grad is None
-        self.asked_for_gradient = self.in_tuple = False
+        self.asked_for_gradient = self.in_tuple = self.gets_data = False
+        self.where_it_lay = address(tensor)
         self._tensor: Tensor | None = tensor if self.is_leaf else None
         self._weakly: weakref.ref[Tensor] | None = None if self.is_leaf else weak_reference(tensor)
 
@@ -279,6 +284,15 @@ class MetTensor:
         """Whether it is elsewhere, or otherwise laid out, than it was."""
         tensor = self.tensor
         return tensor is not None and geometry(tensor) != self.geometry
+
+    def data(self) -> Note | None:
+        """The place of its memory, if code gave it other memory of the same form, and its class runs no code."""
+        tensor = self.tensor
+        if tensor is None or not self.gets_data or type(tensor) not in (Tensor, nn.Parameter) or not self.changed():
+            return None
+        found = Note(tensor, Place(Data(tensor), "data", tensor.data), self.where)
+        found.where_it_lay = self.where_it_lay
+        return found if geometry(tensor)[1:] == self.geometry[1:] and found.form is not None else None
 
 
 class Note:
@@ -306,7 +320,7 @@ class Note:
         self._view = None  # what makes the container of the object, which would keep that alive
         if self._weak_owner and place.container is dict_of(owner):
             self._container, self._view = None, dict_of
-        elif self._weak_owner and isinstance(place.container, (InC, Kind, Slots)):
+        elif self._weak_owner and isinstance(place.container, (Data, InC, Kind, Slots)):
             self._container, self._view = None, type(place.container)
         self._value, self._weak_value = _held(place.value)
         self.items = content(place.value) if isinstance(place.value, CONTAINERS) else None
@@ -788,8 +802,10 @@ class Notes:
 
     def _of_tensor(self, owner: Tensor, name: str) -> Any:
         self._tensor(owner)
-        if name == "grad" and identity(owner) in self.tensors:
-            self.tensors[identity(owner)].asked_for_gradient = True
+        met = self.tensors.get(identity(owner))
+        if met is not None:
+            met.asked_for_gradient = met.asked_for_gradient or name == "grad"
+            met.gets_data = met.gets_data or name == self._stored == "data"
         held = getattr(owner, "__dict__", None)
         if held is not None and name in held:
             self._note(owner, Place(held, name, held[name]))

@@ -153,6 +153,15 @@ class Kind(View):
         return type(self.owner)
 
 
+class Data(View):
+    """The memory of a tensor, as another tensor, under the key `data`."""
+
+    __slots__ = ()
+
+    def __getitem__(self, _: str) -> Any:
+        return self.owner.data
+
+
 class Fields(View):
     """What a function is made of."""
 

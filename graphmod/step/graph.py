@@ -116,6 +116,8 @@ class StepGraph:
         def check(recorder: Follower, result: Flat) -> None:
             reason = passed.changed() or passed.returned(result)
             reason = reason or unlike_eager(self.inputs, self.given(call.leaves), recorder)
+            if any(id(place.note.owner) in self.stand_ins for place in guards.carried):
+                reason = reason or "gives other memory to a parameter in whose place the capture has a view"
             if reason is not None:
                 raise CaptureRefused(reason)
             held = {*map(id, owned), *(id(tensor) for _, _, tensor in guards.slots)}
@@ -496,7 +498,7 @@ class GraphGuards:
         # it does not know.
         last = len(seen.trace) if seen.first_write is None else seen.first_write
         self._early = [tensor for where, tensor in outside.items() if seen.first_seen.get(where, last) <= last]
-        self._early += [tensor for tensor in guards.tensors if address(tensor) not in outside]
+        self._early += [tensor for tensor in guards.staying if address(tensor) not in outside]
         self._early_at = list(map(_data_ptr, self._early))
         found_at = {address(tensor) for tensor in guards.tensors}
         found_at.update(address(part(grad)) for grad in grads if grad is not None)

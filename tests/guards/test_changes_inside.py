@@ -85,13 +85,6 @@ CHANGES = {
     "parameter exchanged": (
         "M = linear()", "M.weight = nn.Parameter(M.weight.detach() * 0.5); h = M(h)", "M.weight.tolist()"
     ),
-    "data exchanged": ("P = full(2.0)", "h = h * P; P.data = P.data * 0.5", "P.tolist()"),
-    "data of a tensor in a list": ("L = [full(2.0)]", "for p in L: p.data = p.data * 0.5", "L[0].tolist()"),
-    "data of a tensor in a list of lists": (
-        "L = [[full(2.0)]]", "for l in L:\n        for p in l: p.data = p.data * 0.5", "L[0][0].tolist()"
-    ),
-    "data by setattr": ("L = [full(2.0)]", "[setattr(p, 'data', p.data * 0.5) for p in L]", "L[0].tolist()"),
-    "data of parameters": ("M = linear()", "for p in M.parameters(): p.data = p.data * 0.5", "M.weight.tolist()"),
     "memory of a tensor in a dict": (
         "D = {'a': full(2.0)}", "for p in D.values(): p.set_(p * 0.5)", "D['a'].tolist()"
     ),
@@ -175,6 +168,13 @@ BOUND = {
     "read by another way and bound": (
         "S = Holder(); S.t = full(1.0); D = S.__dict__", "h = h * D['t']; S.t = h.mean(0)", "S.t.tolist()"
     ),
+    "data exchanged": ("P = full(2.0)", "h = h * P; P.data = P.data * 0.5", "P.tolist()"),
+    "data of a tensor in a list": ("L = [full(2.0)]", "for p in L: p.data = p.data * 0.5", "L[0].tolist()"),
+    "data of a tensor in a list of lists": (
+        "L = [[full(2.0)]]", "for l in L:\n        for p in l: p.data = p.data * 0.5", "L[0][0].tolist()"
+    ),
+    "data by setattr": ("L = [full(2.0)]", "[setattr(p, 'data', p.data * 0.5) for p in L]", "L[0].tolist()"),
+    "data of parameters": ("M = linear()", "for p in M.parameters(): p.data = p.data * 0.5", "M.weight.tolist()"),
     "a slot that was read": ("S = Slotted(full(1.0))", "S.scale = S.scale + h.mean(0)", "S.scale.tolist()"),
     "a global that was read": ("T = full(1.0)", "global T; T = T * h.mean(0)", "T.tolist()"),
     "one of a class that was read": ("class C:\n    t = full(1.0)", "C.t = C.t + h.mean(0)", "C.t.tolist()"),
@@ -322,7 +322,7 @@ def test_what_is_bound_and_keeps_a_call_eager_is_told_with_what_helps(name, reme
 
 @pytest.mark.parametrize("settings", [{}, {"verify": "always"}, {"clone_outputs": True}], ids=str)
 @pytest.mark.parametrize("name", BOUND)
-def test_what_a_call_binds_before_it_looks_there_is_bound_anew_by_each_replay(name, settings, device):
+def test_what_a_call_binds_is_bound_anew_by_each_replay(name, settings, device):
     eager, _ = play(BOUND[name], device, False)
     graphed, step = play(BOUND[name], device, True, **settings)
     assert_equal(eager, graphed)

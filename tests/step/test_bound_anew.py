@@ -299,9 +299,116 @@ def keeps_a_view_of_what_it_updates(device):
     return step, lambda: [held.before, weight]
 
 
+def descends_by_hand(device):
+    net, held = nn.Linear(3, 3).to(device), []
+
+    def step(x):
+        loss = net(x).square().mean()
+        loss.backward()
+        for parameter in net.parameters():
+            parameter.data = parameter.data - 0.1 * parameter.grad
+            parameter.grad = None
+        return loss.detach()
+
+    def state():
+        held.extend(parameter.data for parameter in net.parameters())
+        return list(held)
+
+    return step, state
+
+
+def bounds_weights_before_an_update(device):
+    net = nn.Linear(3, 3).to(device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
+
+    def step(x):
+        for parameter in net.parameters():
+            parameter.data = parameter.data.clamp(-0.1, 0.1)
+        net(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return net(x).detach()
+
+    return step, lambda: list(net.parameters())
+
+
+def follows_a_network(device):
+    net, target = nn.Linear(3, 3).to(device), nn.Linear(3, 3).to(device)
+
+    def step(x):
+        for one, other in zip(target.parameters(), net.parameters(), strict=True):
+            one.data = 0.9 * one.data + 0.1 * other.data
+        return target(x).detach()
+
+    def outside():
+        net.weight.data.add_(1)
+        target.bias.data = target.bias.data * 2
+        return [*net.parameters(), *target.parameters()]
+
+    return step, outside
+
+
+def gives_two_each_others_memory(device):
+    flat = torch.arange(6.0, device=device)
+    one, other, held = nn.Parameter(flat[:3]), nn.Parameter(flat[3:]), Holder()
+    held.last = one.data
+
+    def step(x):
+        result = (x * one + other).detach()
+        one.data, other.data = other.data, one.data + 1
+        held.last = one.data
+        return result
+
+    return step, lambda: [one, other, flat, held.last]
+
+
+class Hooked(nn.Module):
+    """A parameter in whose place captures have a view."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.weight.register_hook(lambda grad: grad)
+
+    def forward(self, x):
+        self.weight.data = x.mean(0)
+        return (x * 2).detach()
+
+
+def sets_a_parameter_with_a_hook(device):
+    module = Hooked().to(device)
+    return module, lambda: [module.weight]
+
+
+def bounds_weights_after_an_update(device):
+    net = nn.Linear(3, 3).to(device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+
+    def step(x):
+        net(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for parameter in net.parameters():
+            parameter.data = parameter.data.clamp(-0.1, 0.1)
+        return net(x).detach()
+
+    return step, lambda: list(net.parameters())
+
+
+def doubles_its_memory(device):
+    tensor = torch.ones(3, device=device)
+
+    def step(x):
+        tensor.data = torch.cat([tensor, tensor])
+        return x * 2
+
+    return step, lambda: [tensor]
+
+
 CARRIED = [
     averages_a_loss, keeps_a_statistic_in_a_buffer, keeps_a_variable, counts_in_items, exchanges_two,
-    returns_what_was_there, keeps_its_argument, begins_with_nothing, is_changed_outside,
+    returns_what_was_there, keeps_its_argument, begins_with_nothing, is_changed_outside, descends_by_hand,
+    bounds_weights_before_an_update, follows_a_network, gives_two_each_others_memory, sets_a_parameter_with_a_hook,
 ]  # fmt: skip
 NOT_CARRIED = {
     changes_in_place_what_it_replaces: "changes 'sum' from one Tensor",
@@ -309,6 +416,8 @@ NOT_CARRIED = {
     asks_which_it_was: "changes 'key' from one Tensor",
     finds_a_value_by_it: "changes 'key' from one Tensor",
     keeps_a_view_of_what_it_updates: "changes 'before' from one Tensor",
+    bounds_weights_after_an_update: "moves or reshapes 'weight'",
+    doubles_its_memory: "moves or reshapes a variable",
     grows: "'all' is no tensor like the one that was there when it was recorded",
 }
 
@@ -331,6 +440,7 @@ def test_what_is_bound_anew_from_what_was_there_is_eagers(program, device):
     (eager, _), (graphed, call) = (carried(program, device, which) for which in (False, True))
     assert eager == graphed
     if program in CARRIED:
-        assert call.stats.replays >= CALLS - 2 * WARMUP - 1 and not call.stats.failures, call.last_failure
+        assert call.stats.replays >= CALLS - 2 * WARMUP - 1, call.last_failure
+        assert call.stats.failures == (program is sets_a_parameter_with_a_hook)
     else:
         assert not call.stats.replays and NOT_CARRIED[program] in call.last_failure
