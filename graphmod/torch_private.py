@@ -53,7 +53,7 @@ try:
     from torch._subclasses import FakeTensorMode as FakeTensorMode
     from torch.distributed import utils as _of_ranks
     from torch.optim._muon import muon as muon
-    from torch.utils import _device
+    from torch.utils import _device, _pytree
     from torch.utils import _python_dispatch as _modes
     from torch.utils._device import DeviceContext as DeviceContext
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -128,6 +128,7 @@ try:
     unscale_, update_scale_ = torch._amp_foreach_non_finite_check_and_unscale_, torch._amp_update_scale_
     to_device, device_constructors = _of_ranks._to_kwargs, _device._device_constructors
     nn_functions = _C._nn
+    pytree_nodes = _pytree.SUPPORTED_NODES
     ScriptFunction, ScriptMethod = _C.ScriptFunction, _C.ScriptMethod
     jit_fuses_on_gpu, jit_fuses_on_cpu = _C._jit_can_fuse_on_gpu, _C._jit_can_fuse_on_cpu
     jit_fuses = _C._jit_texpr_fuser_enabled

@@ -21,7 +21,7 @@ import numpy
 from torch import Tensor, nn
 
 from graphmod.guards.values import CONSTANTS, for_each_class, is_made_by_code
-from graphmod.torch_private import weak_reference
+from graphmod.torch_private import pytree_nodes, weak_reference
 
 PLAIN_KINDS = frozenset(CONSTANTS)
 
@@ -201,8 +201,9 @@ def _base(kind: type) -> Any:
 
 @for_each_class
 def _is_of_python(kind: type) -> bool:
-    """Whether all of an object is in attributes that Python code has put there."""
-    plain = kind.__new__ is object.__new__ and kind.__dictoffset__ and not kind.__flags__ & _IMMUTABLE
+    """Whether all of an object is in attributes and slots that Python code has put there."""
+    has_state = kind.__dictoffset__ or _slot_names(kind)
+    plain = kind.__new__ is object.__new__ and has_state and not kind.__flags__ & _IMMUTABLE
     known = all(is_made_by_code(base) or base is object for base in kind.__mro__)
     return bool(plain and known) and not (issubclass(kind, nn.Module) or hasattr(kind, "__del__"))
 
@@ -273,7 +274,7 @@ def _object(value: Any, kind: type, leaves: list[Tensor], seen: dict[int, Any]) 
     if base is None and OBJECTS in seen and _is_of_python(kind):
         base = object
     if base is None:
-        return _no_container(value)
+        return _no_container(value, leaves, seen)
     parts: list[tuple[str, Any, Any]] = []
     if base is set or base is frozenset:
         items = list(base.__iter__(value))
@@ -317,8 +318,8 @@ def _slots(value: Any, kind: type) -> list[str]:
     return found
 
 
-def _no_container(value: Any) -> Any:
-    """The structure of an object that is no container."""
+def _no_container(value: Any, leaves: list[Tensor], seen: dict[int, Any]) -> Any:
+    """The structure of an object that is no container of Python's."""
     if isinstance(value, (Iterator, AsyncIterator)):
         return Unrepeatable(value, f"a {type(value).__name__}, which is another after each use; pass what it yields")
     if isinstance(value, numpy.generic):
@@ -336,7 +337,32 @@ def _no_container(value: Any) -> Any:
             f"a {type(value).__name__}, a key-value cache that grows from call to call (so generate() is eager, and "
             "needs nothing); pass use_cache=False where nothing is generated, or generate with graphmod.DecodeEngine",
         )
-    return Opaque(value)
+    return _pytree(value, leaves, seen) if _is_pytree(type(value)) else Opaque(value)
+
+
+def _is_pytree(kind: type) -> bool:
+    """Whether a class has told PyTorch how to take its objects apart and put them together, as that of TensorDict."""
+    return kind in pytree_nodes and _base(kind) is None and not issubclass(kind, nn.Module)
+
+
+def _pytree(value: Any, leaves: list[Tensor], seen: dict[int, Any]) -> Any:
+    """The structure of such an object, if all about it but what is inside can be compared with that of another."""
+    kind = type(value)
+    inside, context = pytree_nodes[kind].flatten_fn(value)
+    tensors: list[Tensor] = []
+    parts = list(opaque_parts(known := flatten(context, tensors, {OBJECTS: True})))
+    if tensors or unrepeatable(known) or not all(isinstance(one.value, (type, types.FunctionType)) for one in parts):
+        return Opaque(value)
+    _note(value, seen)
+    keys = Keys([("(", "context", str), *(("[", index, int) for index in range(len(inside)))])
+    return (kind, keys, _fixed(known), *[flatten(item, leaves, seen) for item in inside])
+
+
+def _fixed(structure: Any) -> Any:
+    """A structure without tensors, whose classes and functions stay."""
+    if structure.__class__ is Opaque:
+        return Constant(structure.value)
+    return tuple(map(_fixed, structure)) if structure.__class__ is tuple else structure
 
 
 def rebuild(structure: Any, leaves: list, made: list | None = None) -> Any:
@@ -381,6 +407,12 @@ def _build(structure: tuple, leaves: list, made: list) -> Any:
     keyed = len(structure) > 1 and structure[1].__class__ is Keys
     keys = structure[1] if keyed else [("[", index, int) for index in range(len(structure) - 1)]
     items = structure[2:] if keyed else structure[1:]
+    if _is_pytree(kind):
+        place = len(made)
+        made.append(None)
+        context = rebuild(items[0], [])
+        made[place] = pytree_nodes[kind].unflatten_fn([rebuild(item, leaves, made) for item in items[1:]], context)
+        return made[place]
     if base in (tuple, frozenset, set):
         place = len(made)
         made.append(None)

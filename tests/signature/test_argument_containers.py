@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import register_pytree_node
 from transformers.modeling_outputs import BaseModelOutput
 
 from graphmod import CUDAGraphModule
@@ -73,6 +74,54 @@ class Color(enum.Enum):
     red = 1
 
 
+class Size:
+    """A context that calls sizes equal which code can tell apart, as that of TensorDict does."""
+
+    __slots__ = ("size",)
+
+    def __init__(self, size):
+        self.size = size
+
+    def __eq__(self, other):
+        return isinstance(other, Size)
+
+    __hash__ = None
+
+
+class Batch:
+    """A container in C's eyes: its class has told PyTorch alone what is in it."""
+
+    __slots__ = ("_tensors", "size")
+
+    def __init__(self, tensors, size):
+        self._tensors, self.size = tensors, size
+
+    def __getitem__(self, name):
+        return self._tensors[name]
+
+    def __repr__(self):
+        return f"Batch({self._tensors}, {self.size})"
+
+
+class Sealed(Batch):
+    """One that has more about it than can be compared."""
+
+
+def _of_batch(values, context):
+    return context["kind"](dict(zip(context["names"], values, strict=True)), context["size"].size)
+
+
+for _kind, _more in ((Batch, ()), (Sealed, object())):
+    register_pytree_node(
+        _kind,
+        lambda batch, kind=_kind, more=_more: (
+            list(batch._tensors.values()),
+            {"names": list(batch._tensors), "size": Size(batch.size), "kind": kind, "make": _of_batch, "more": more},
+        ),
+        _of_batch,
+    )
+
+
 def with_attribute(value, **attributes):
     for name, item in attributes.items():
         object.__setattr__(value, name, item)
@@ -101,6 +150,7 @@ def each_kind(x: Tensor) -> dict[str, Any]:
         "result of torch": torch.return_types.max((x, x + 1)),
         "keys that are no strings": {1: x, (2, 3): x + 1, 1.5: 2},
         "set": {3, 1, 2},
+        "registered pytree": Batch({"a": x, "b": [x + 1, 2]}, 3),
         "range": range(0, 5, 2),
         "slice": slice(None, 3, 2),
         "enumeration": Color.red,
@@ -402,3 +452,18 @@ def test_an_object_that_stays_is_no_stranger_in_many_shapes(device):
     for _ in range(4):
         graphed(torch.ones(30, device=device), kept)
     assert graphed.stats.replays
+
+
+@pytest.mark.parametrize("kind", [Batch, Sealed])
+def test_a_registered_pytree_is_an_argument_and_a_result_unless_more_than_its_parts_counts(kind, device):
+    def run(batch):
+        return kind({"sum": batch["a"] + batch["b"] * batch.size}, batch.size + 1)
+
+    graphed = CUDAGraphModule(run, config())
+    for call in range(CALLS):
+        a, b = (torch.randn(3, generator=torch.Generator().manual_seed(2 * call + k)).to(device) for k in range(2))
+        batch = kind({"a": a, "b": b}, 2 + call // 5)
+        expected, result = run(batch), graphed(batch)
+        assert type(result) is kind and result.size == expected.size
+        assert torch.equal(result["sum"], expected["sum"])
+    assert graphed.stats.captures == (2 if kind is Batch else 0), graphed.last_failure
