@@ -17,8 +17,8 @@ ROOMS = (
 )
 WITHIN = {
     "decode": (
-        *("types", "blocks", "streams", "kernels", "memory", "offload", "cache", "model", "sampling", "step"),
-        *("attention", "prefill", "verification", "scheduler", "requests", "batch", "traffic", "engine"),
+        *("types", "blocks", "streams", "kernels", "memory", "offload", "cache", "model", "sampling", "structured"),
+        *("step", "attention", "prefill", "verification", "scheduler", "requests", "batch", "traffic", "engine"),
     ),
     "train": (
         *("folders", "targets", "settings", "attention", "loss", "model", "parallel", "draws", "activations"),

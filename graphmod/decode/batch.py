@@ -17,7 +17,7 @@ from graphmod.attention import attention
 from graphmod.decode.cache import PagedCache
 from graphmod.decode.offload import Reader
 from graphmod.decode.prefill import Limits, PackedPrefill, PaddedPrefill
-from graphmod.decode.sampling import TOP, kind_of_rows
+from graphmod.decode.sampling import MASKED, TOP, kind_of_rows
 from graphmod.decode.scheduler import Planned, Scheduler, Sequence
 from graphmod.decode.step import BAD, FULL, NONE_LEFT, NOTHING, STOPPED, BatchState, BucketGraphs, take_token
 from graphmod.decode.types import NO_TOKEN_LEFT, Run
@@ -26,20 +26,22 @@ _NO_NUMBERS = (
     "the model's logits hold NaN or infinity, so no token can be chosen; look at its weights (a diverged training run, "
     "an overflow in fp16)"
 )
+_TOO_COMPLEX = "what comes next of structured_outputs cannot be told; make it simpler"
 _LEAST_TOKENS = 512  # of prompts in a turn: a replay of so many takes a GPU little longer than one of fewer
 _TOKENS_PER_ROW = 24  # of prompts in a turn, for each row that waits for it meanwhile
 
 
 @dataclass
 class _Chunk:
-    """Steps that were launched together, or first tokens (`bucket` is None): in which rows whose tokens come, and where
-    the host finds them."""
+    """Steps that were launched together, or first tokens (`bucket` is None): in which rows whose tokens come, where
+    the host finds them, and whether it has."""
 
     sequences: list[Sequence]
     rows: slice
     bucket: int | None
     kept: list[int]
     event: torch.cuda.Event | None
+    booked: bool = False
 
 
 class ContinuousBatch:
@@ -105,11 +107,13 @@ class ContinuousBatch:
     def advance(self) -> list[Run]:
         """Prefills what may join, launches the next steps, and only then reads the results of what came before them.
 
-        First tokens are read while those steps run.
+        First tokens are read while those steps run. Where the next token of a row depends on those before it by a mask,
+        a single step is launched, and results are read in the middle of it, while the model runs.
         """
         self._fill()
-        launched = self._launch()
-        return self._read_all(but=int(launched))
+        runs: list[Run] = []
+        launched = self._launch(runs)
+        return [*runs, *self._read_all(but=int(launched))]
 
     def drain(self) -> list[Run]:
         """Reads the results of all that was launched."""
@@ -161,6 +165,8 @@ class ContinuousBatch:
         first = scheduler.join(joining)
         self._state.set_rows(first, [sequence.row_values() for sequence in joining])
         kind = kind_of_rows({one.kind for one in joining})
+        if kind & MASKED:
+            self._state.set_masks(first, [one.matcher for one in joining])
         take_token(logits, self._state.part(first, len(joining), kind), kind, self._graphs.chains_of(kind))
         self._sent(joining, slice(first, first + len(joining)), None, 1, bool(kind & TOP))
 
@@ -180,21 +186,32 @@ class ContinuousBatch:
             found = torch.cat((found, self._prefill([piece for _, piece in others])))
         return found, [*scored, *others]
 
-    def _launch(self) -> bool:
+    def _launch(self, runs: list[Run]) -> bool:
+        """Launches the next steps, if there are any; says so.
+
+        Args:
+            runs: gets what it has read on the way.
+        """
         running = self.scheduler.running
+        kind = kind_of_rows({one.kind for one in running})
         # Half as many as usual while somebody waits: a row that ended within a chunk is empty until the next one.
         most = max(1, self._steps // 2) if self.scheduler.waiting else self._steps
+        most = 1 if kind & MASKED else most
         steps = min(most, max((s.steps_left for s in running), default=0))
         before = [sequence.tokens_launched for sequence in running]
         for sequence in running:
             sequence.launched += min(steps, sequence.steps_left)
         if steps:
-            kind = kind_of_rows({one.kind for one in running})
             context = max(s.tokens_launched for s in running)
             self._memory.expect(
                 [Reader(s.blocks, b + 1, s.tokens_launched) for s, b in zip(running, before, strict=True)]
             )
             with attention(self._model, self._attention):
+                if kind & MASKED:
+                    self._graphs.launch_forward(len(running), context)
+                    for chunk in self._in_flight:
+                        runs += self._booked(chunk)
+                    self._state.set_masks(0, [None if one.done else one.matcher for one in running])
                 bucket = self._graphs.launch(len(running), context, kind, steps)
             self._sent(list(running), slice(0, len(running)), bucket, steps, bool(kind & TOP))
         # Whose last step this was is known now; the row need not wait until its tokens are read.
@@ -210,11 +227,15 @@ class ContinuousBatch:
     def _read_all(self, but: int) -> list[Run]:
         runs: list[Run] = []
         while len(self._in_flight) > but:
-            runs += self._read(self._in_flight[0])
+            runs += self._booked(self._in_flight[0])
+            self._let_go(self._in_flight[0].sequences)
             self._in_flight.popleft()  # not before: a codec may raise, and `end` frees the blocks of what is in flight
         return runs
 
-    def _read(self, chunk: _Chunk) -> list[Run]:
+    def _booked(self, chunk: _Chunk) -> list[Run]:
+        """Books what a chunk has found; nothing the second time."""
+        if chunk.booked:
+            return []
         if chunk.event is not None:
             began = time.perf_counter()
             chunk.event.synchronize()
@@ -227,12 +248,16 @@ class ContinuousBatch:
         ]
         if chunk.bucket is not None:
             self._graphs.count(chunk.bucket, chunk.bucket * len(chunk.kept), sum(len(run.logprobs) for run in runs))
-        for sequence in chunk.sequences:
+        chunk.booked = True
+        return runs
+
+    def _let_go(self, sequences: list[Sequence]) -> None:
+        """Frees the rows and blocks of those that have ended."""
+        for sequence in sequences:
             if sequence.done and sequence.blocks:
                 if sequence in self.scheduler.running:
                     self._vacate(sequence)
                 self._release(sequence)
-        return runs
 
     def _take(
         self,
@@ -275,6 +300,8 @@ class ContinuousBatch:
             done.logprobs.append(logprob)
             if status == STOPPED or sequence.ended_by(token):
                 done.finish_reason = "stop"
+            elif sequence.matcher is not None and sequence.matcher.is_error():
+                done.finish_reason, done.error = "error", f"{_TOO_COMPLEX}: {sequence.matcher.get_error()}"
             elif status == FULL:
                 done.finish_reason = "length"
         sequence.done = done.finish_reason is not None

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from graphmod.decode.sampling import LONGEST_WORD, MOST_CHAINS, MOST_WORDS, Adjustment, is_adjusted
 from graphmod.decode.scheduler import Sequence
 from graphmod.decode.step import MOST_STOPS, Chain
+from graphmod.decode.structured import Grammars
 from graphmod.decode.types import Completion, GenerationConfigName, RequestError, Sampling, prompt_seed
 from graphmod.errors import ConfigError, UnknownSetting
 from graphmod.text import Codec, StopTexts
@@ -196,6 +197,7 @@ class RequestReader:
         self._way_out = ", since the model has no more positions" if full else ", or raise max_seq_len"
         self.vocabulary, self.max_seq_len, self.codec = text.vocab_size, max_seq_len, codec
         self.eos, self.defaults = eos_ids(model, codec), defaults_of(model, source)
+        self._grammars = Grammars(codec, self.vocabulary, self.eos)
 
     def tokens(self, prompt: Any, number: int) -> list[int]:
         """The token ids of a prompt.
@@ -368,7 +370,7 @@ class RequestReader:
         tokens = self.tokens(prompt, number)
         ids, sequences, texts = self.stops(sampling)
         limit = min(len(tokens) + sampling.max_new_tokens, self.max_seq_len)
-        adjustment = self.adjustment(sampling)
+        adjustment, structure = self.adjustment(sampling), sampling.structured_outputs
         return [
             Sequence(
                 Completion(number, sample, tokens),
@@ -378,6 +380,7 @@ class RequestReader:
                 sequences,
                 StopTexts(self.codec, texts, tokens) if self.codec is not None and texts else None,
                 adjustment,
+                None if structure is None else self._grammars.matcher(structure),
             )
             for sample in range(n)
         ]

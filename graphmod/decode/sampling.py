@@ -20,7 +20,11 @@ CHOICE = 3
 """The bits of a kind that say one of these. Others are flags."""
 TOP = 4
 """The most likely tokens are told too."""
-ADJUSTED = 8
+MASKED = 8
+"""Some rows may only have tokens that a mask of the host allows, so a step is launched in two halves."""
+FORWARD = CHOICE | MASKED
+"""The first of them, which chooses nothing."""
+ADJUSTED = 16
 """Logits are changed before the choice. Bits above it tell which chains of logits processors there are: `ADJUSTED << n`
 the n-th, from 1 on."""
 MOST_CHAINS = 32
@@ -46,7 +50,8 @@ def kind_of_row(sampling: Sampling) -> int:
     """What one sample needs, but for its chain of logits processors."""
     filtered = sampling.top_k or sampling.top_p not in (None, 1) or sampling.min_p
     choice = GREEDY if not sampling.temperature else FILTERED if filtered else PLAIN
-    return choice | TOP * bool(sampling.top_logprobs) | ADJUSTED * is_adjusted(sampling)
+    flags = TOP * bool(sampling.top_logprobs) | MASKED * bool(sampling.structured_outputs)
+    return choice | flags | ADJUSTED * is_adjusted(sampling)
 
 
 def kind_of_rows(kinds: set[int]) -> int:
@@ -174,6 +179,18 @@ class Adjustments(NamedTuple):
     words: Tensor
 
 
+class Masks(NamedTuple):
+    """What a step in two halves hands over, and what its second half may choose.
+
+    Attributes:
+        logits: (B, V) float32, of the first half.
+        allowed: (B, W) int32, 32 tokens each, the first in the lowest bit.
+    """
+
+    logits: Tensor
+    allowed: Tensor
+
+
 class Adjustment(NamedTuple):
     """What changes the logits of one row, beside numbers.
 
@@ -231,6 +248,17 @@ def ruled_out(tokens: Tensor, words: Tensor, position: Tensor, stops: Tensor, ea
     out = torch.cat((met, early.unsqueeze(1).expand_as(stops)), dim=1) & (ids >= 0)
     zeros = torch.zeros((len(tokens), vocabulary), dtype=torch.int32, device=tokens.device)
     return zeros.scatter_add(1, ids.clamp(min=0), out.int()) > 0
+
+
+def masked(logits: Tensor, allowed: Tensor) -> Tensor:
+    """`logits` with -inf for the tokens that a mask does not allow.
+
+    Args:
+        logits: (B, V) float32.
+        allowed: of `Masks`.
+    """
+    bits = (allowed.unsqueeze(2) >> torch.arange(32, dtype=torch.int32, device=allowed.device)) & 1
+    return logits.masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, float("-inf"))
 
 
 def sample(

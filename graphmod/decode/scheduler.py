@@ -15,6 +15,7 @@ from graphmod.decode.blocks import BlockAllocator
 from graphmod.decode.prefill import Limits, Piece, Scores
 from graphmod.decode.sampling import ADJUSTED, Adjustment, kind_of_row
 from graphmod.decode.step import RowValues
+from graphmod.decode.structured import Matcher
 from graphmod.decode.types import Completion, Sampling, sample_seed
 from graphmod.text import StopTexts
 
@@ -30,6 +31,7 @@ class Sequence:
         stop_ids: tokens that end it, looked at on the device.
         stop_sequences, stop_texts: what else ends it, looked at on the host.
         adjustment: what changes its logits; None if nothing does.
+        matcher: of what it must look like; None if that is free.
         handle: of the request it is part of (`streams.Handle`).
         blocks: its KV memory, once its prompt has been begun.
         epoch: of what is known of blocks, at that time.
@@ -46,6 +48,7 @@ class Sequence:
     stop_sequences: list[list[int]] = field(default_factory=list)
     stop_texts: StopTexts | None = None
     adjustment: Adjustment | None = None
+    matcher: Matcher | None = None
     handle: Any = None
     blocks: list[int] = field(default_factory=list)
     epoch: int = 0
@@ -90,11 +93,14 @@ class Sequence:
     @property
     def ends_on_host(self) -> bool:
         """Whether the host has to look at each token for a stop."""
-        return bool(self.stop_sequences) or self.stop_texts is not None
+        return bool(self.stop_sequences) or self.stop_texts is not None or self.matcher is not None
 
     def ended_by(self, token: int) -> bool:
-        """Whether `token`, now the last of the completion, completes a stop of several tokens, or a text."""
-        tokens = self.completion.tokens
+        """Whether `token`, now the last of the completion, completes a stop of several tokens, a text, or all that it
+        may be."""
+        tokens, matcher = self.completion.tokens, self.matcher
+        if matcher is not None and matcher.consume_token(token) and matcher.is_stopped():
+            return True
         if any(tokens[-len(stop) :] == stop for stop in self.stop_sequences):
             return True
         return self.stop_texts is not None and self.stop_texts.met(token)

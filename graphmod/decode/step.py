@@ -21,16 +21,21 @@ from graphmod.decode.cache import NULL_BLOCK, CacheView, GatheredView, PagedCach
 from graphmod.decode.model import positions, step_arguments
 from graphmod.decode.sampling import (
     ADJUSTED,
+    FORWARD,
     LONGEST_WORD,
+    MASKED,
     MOST_WORDS,
     TOP,
     Adjustment,
     Adjustments,
+    Masks,
     Top,
+    masked,
     penalized,
     ruled_out,
     sample,
 )
+from graphmod.decode.structured import Matcher, fill_masks, mask_words
 from graphmod.decode.types import MOST_TOP, BucketStats, DecodeError, EngineConfig
 from graphmod.fuse.compiler import StepCompiler
 from graphmod.wrap.extension import Group, mark_static
@@ -68,6 +73,7 @@ class Rows(NamedTuple):
         cursor: (1,) int64, the step of `results` that is written next.
         top: (steps kept, B, MOST_TOP) each, for a batch of which somebody asks for the most likely tokens; else None.
         adjustments: for a batch of which some row's logits are changed; else None.
+        masks: for a batch of which some row may not choose every token; else None.
     """
 
     integers: Tensor
@@ -79,6 +85,7 @@ class Rows(NamedTuple):
     cursor: Tensor
     top: Top | None = None
     adjustments: Adjustments | None = None
+    masks: Masks | None = None
 
 
 class RowValues(NamedTuple):
@@ -120,14 +127,15 @@ class BatchState:
         self._host_logprobs = torch.empty((steps, rows), dtype=torch.float32, pin_memory=self.pin)
         self._top: tuple[Top, Top] | None = None  # on the device and on the host, from when somebody asks for it
         self._adjustments: Adjustments | None = None  # from when somebody needs them
+        self._masks: tuple[Masks, Tensor] | None = None  # and what the host has written into `allowed`
         self._slices: dict[tuple[int, int], Rows] = {}
 
     def rows(self, count: int, kind: int = 0) -> Rows:
         """The state of the first `count` rows, with what a kind of sampling needs; the same tensors each time."""
-        key = count, kind & (TOP | ADJUSTED)
+        key = count, kind & (TOP | MASKED | ADJUSTED)
         if key not in self._slices:
             part = self.part(0, count, kind)._replace(cursor=self.whole.cursor[:])
-            for tensor in (*part[:7], *(part.top or ()), *(part.adjustments or ())):
+            for tensor in (*part[:7], *(part.top or ()), *(part.adjustments or ()), *(part.masks or ())):
                 mark_static(tensor)
             self._slices[key] = part
         return self._slices[key]
@@ -152,6 +160,18 @@ class BatchState:
             )
         return self._adjustments
 
+    def _masking(self) -> tuple[Masks, Tensor]:
+        if self._masks is None:
+            rows, words = len(self.whole.integers), mask_words(self._vocabulary)
+            self._masks = (
+                Masks(
+                    torch.zeros((rows, self._vocabulary), dtype=torch.float32, device=self.device),
+                    torch.full((rows, words), -1, dtype=torch.int32, device=self.device),
+                ),
+                torch.full((rows, words), -1, dtype=torch.int32, pin_memory=self.pin),
+            )
+        return self._masks
+
     def part(self, first: int, count: int, kind: int = 0) -> Rows:
         """The state of `count` rows from `first` on, for what no graph reads."""
         whole, part = self.whole, slice(first, first + count)
@@ -165,6 +185,7 @@ class BatchState:
             whole.cursor,
             Top(*(one[:, part] for one in self._tops()[0])) if kind & TOP else None,
             Adjustments(*(one[part] for one in self._adjusting())) if kind & ADJUSTED else None,
+            Masks(*(one[part] for one in self._masking()[0])) if kind & MASKED else None,
         )
 
     def to_device(self, values: list, dtype: torch.dtype) -> Tensor:
@@ -203,6 +224,18 @@ class BatchState:
             if bad:
                 filled = [[NOTHING] * (LONGEST_WORD - len(word)) + word for word in bad]
                 words[row, : len(bad)].copy_(self.to_device(filled, torch.int32))
+
+    def set_masks(self, first: int, matchers: list[Matcher | None]) -> None:
+        """Says which token consecutive rows may choose next; call it once the host has read all that they chose.
+
+        Args:
+            first: of the rows.
+            matchers: of each; None allows all tokens.
+        """
+        part = slice(first, first + len(matchers))
+        (_, allowed), host = self._masking()
+        fill_masks(matchers, host[part])
+        allowed[part].copy_(host[part], non_blocking=True)
 
     def move_row(self, source: int, target: int) -> None:
         """Copies a row to another place, as it is on the device at that point of the stream."""
@@ -282,8 +315,8 @@ Chain = tuple[Callable[[Tensor, Tensor], Tensor], ...]
 
 
 def adjusted_logits(logits: Tensor, rows: Rows, chains: tuple[tuple[int, Chain], ...]) -> Tensor | None:
-    """What to choose by in the place of the model's logits: bias, penalties, what is ruled out, logits processors, in
-    this order; None for the logits themselves.
+    """What to choose by in the place of the model's logits: bias, penalties, what is ruled out, logits processors and
+    masks, in this order; None for the logits themselves.
 
     Args:
         chains: with the numbers that rows know them by.
@@ -292,7 +325,7 @@ def adjusted_logits(logits: Tensor, rows: Rows, chains: tuple[tuple[int, Chain],
         DecodeError: a logits processor returns something else than logits.
     """
     if rows.adjustments is None:
-        return None
+        return None if rows.masks is None else masked(logits.float(), rows.masks.allowed)
     (tokens, bias, words), integers, floats = rows.adjustments, rows.integers, rows.floats
     following = integers[:, POSITION] + 1
     penalties = floats[:, REPETITION], floats[:, PRESENCE], floats[:, FREQUENCY]
@@ -311,7 +344,7 @@ def adjusted_logits(logits: Tensor, rows: Rows, chains: tuple[tuple[int, Chain],
                     f"{got}; it must return the logits it was given, {tuple(found.shape)}, or others of that shape"
                 )
         found = torch.where((integers[:, CHAIN] == number).unsqueeze(1), changed.to(found), found)
-    return found
+    return found if rows.masks is None else masked(found, rows.masks.allowed)
 
 
 def take_token(logits: Tensor, rows: Rows, kind: int, chains: tuple[tuple[int, Chain], ...]) -> None:
@@ -365,7 +398,7 @@ class DecodeStep(nn.Module):
         self.model, self.memory, self.own = model, memory, own
 
     def forward(self, rows: Rows, visited: int | None, kind: int, chains: tuple[tuple[int, Chain], ...]) -> None:
-        """One step for all rows.
+        """One step for all rows; of a kind with masks its second half, and of kind FORWARD the first.
 
         Args:
             rows: their state; what the step finds is left in it.
@@ -373,7 +406,13 @@ class DecodeStep(nn.Module):
             kind: see `sample`.
             chains: of logits processors, see `adjusted_logits`.
         """
-        take_token(next_logits(self.model, self.memory, rows, visited, self.own), rows, kind, chains)
+        if rows.masks is not None and kind != FORWARD:
+            return take_token(rows.masks.logits, rows, kind, chains)
+        logits = next_logits(self.model, self.memory, rows, visited, self.own)
+        if rows.masks is not None:
+            rows.masks.logits.copy_(logits)
+        else:
+            take_token(logits, rows, kind, chains)
 
 
 # -- the graphs of the step --------------------------------------------------------------------------------------------
@@ -491,15 +530,24 @@ class BucketGraphs:
         return tuple(one for one in [*self.chains.items()] if kind & ADJUSTED << one[0])
 
     def launch(self, rows: int, context: int, kind: int, steps: int = 1) -> int:
-        """Launches steps; returns the bucket they run in. Call it in inference mode, with the model's attention set."""
-        size, visited = self.bucket(rows), self.visited(context)
+        """Launches steps, or of a kind with masks the second half of one; returns the bucket they run in. Call it in
+        inference mode, with the model's attention set."""
+        size = self.bucket(rows)
+        self._run((size, None if kind & MASKED else self.visited(context), kind), steps)
+        return size
+
+    def launch_forward(self, rows: int, context: int) -> None:
+        """Launches the first half of a step of a kind with masks: what needs none yet."""
+        self._run((self.bucket(rows), self.visited(context), FORWARD), 1)
+
+    def _run(self, key: Key, steps: int) -> None:
+        size, visited, kind = key
         given = self.state.rows(size, kind), visited, kind, self.chains_of(kind)
         if not self.config.graphs:
-            self._counts[size].eager_steps += steps
+            self._counts[size].eager_steps += steps * (kind != FORWARD)
             for _ in range(steps):
                 self.step(*given)
-            return size
-        key = (size, visited, kind)
+            return
         wrapper = self.wrappers.get(key)
         if wrapper is None:
             name = f"decode step of {size} row{'s' if size != 1 else ''}"
@@ -510,7 +558,6 @@ class BucketGraphs:
             else:
                 self.compiler.call(wrapper, *given)
             steps -= 1 + wrapper.replay(steps - 1)
-        return size
 
     def count(self, size: int, row_steps: int, tokens: int) -> None:
         """Adds the row steps of a chunk and how many of them made a token."""
@@ -534,6 +581,8 @@ class BucketGraphs:
                 try:
                     # Compiled code runs once before it is captured.
                     for _ in range(self.settings.warmup_steps + (1 if self.compiler is None else 3)):
+                        if kind & MASKED:
+                            self.launch_forward(size, visited or 1)
                         self.launch(size, visited or 1, kind)
                 finally:
                     self.capturing = None
@@ -545,6 +594,9 @@ class BucketGraphs:
         for size in self.sizes:
             graphs = [wrapper for (rows, _, _), wrapper in wrappers if rows == size]
             buckets[size] = counters(graphs, self._counts[size], self._released[size])
+            for half in (wrapper.stats for (rows, _, kind), wrapper in wrappers if (rows, kind) == (size, FORWARD)):
+                buckets[size].launches -= half.replays  # a step counts with its second half
+                buckets[size].eager_steps -= half.eager_calls
             if size == self.capturing:
                 buckets[size].state = "capturing"
         every = [wrapper.stats for _, wrapper in wrappers]

@@ -26,9 +26,11 @@ class RequestError(GraphmodError, ValueError):
 
 MOST_TOP = 20
 """Most likely tokens that are told of a place, at most."""
+STRUCTURES = frozenset(("json", "json_object", "regex", "choice", "grammar"))
+"""Forms of `Sampling.structured_outputs`."""
 NO_TOKEN_LEFT = (
-    "no token is left to choose: min_tokens, allowed_token_ids, bad_words or logits_processors rule out all of them, "
-    "or a logits processor has made NaN or infinity; allow at least one"
+    "no token is left to choose: min_tokens, allowed_token_ids, bad_words, structured_outputs or logits_processors "
+    "rule out all of them, or a logits processor has made NaN or infinity; allow at least one"
 )
 """The error of a completion whose own request has ended it."""
 
@@ -174,6 +176,37 @@ def _kind(name: str, value: object, kind: type, words: str) -> None:
         raise RequestError(f"{name} must be {words}, got {value!r}")
 
 
+# Kinds of what `Sampling.structured_outputs` may hold, and in words.
+_STRUCTURED: dict[str, tuple[Any, str]] = {
+    "json": ((str, dict), "a JSON schema: an object, or its text"),
+    "json_object": (bool, "true"),
+    "regex": (str, "a text"),
+    "choice": (list, "a list of texts"),
+    "grammar": (str, "a text"),
+    "disable_any_whitespace": (bool, "true or false"),
+    "whitespace_pattern": (str, "a regular expression"),
+}
+
+
+def said(structure: dict[str, Any]) -> dict[str, Any]:
+    """What `Sampling.structured_outputs` asks for: without null and false."""
+    return {name: value for name, value in structure.items() if value is not None and value is not False}
+
+
+def _check_structure(given: Any) -> None:
+    forms = ", ".join(name for name in _STRUCTURED if name in STRUCTURES)
+    if not isinstance(given, dict) or len(STRUCTURES & said(given).keys()) != 1:
+        raise RequestError(f"structured_outputs must be an object with one of {forms}, got {given!r:.80}")
+    for name, value in said(given).items():
+        if name not in _STRUCTURED:
+            known = ", ".join(_STRUCTURED)
+            raise RequestError(f"structured_outputs has {name!r}, which is not known; it may have {known}")
+        kind, words = _STRUCTURED[name]
+        texts = value if name == "choice" and isinstance(value, list) else ["text"]
+        if not isinstance(value, kind) or not texts or not all(isinstance(one, str) and one for one in texts):
+            raise RequestError(f"structured_outputs: {name} must be {words}, got {value!r:.80}")
+
+
 @names_settings
 @dataclass
 class Sampling:
@@ -200,6 +233,9 @@ class Sampling:
             whole batch, after bias, penalties and what is ruled out, before the temperature: `tokens` (rows,
             max_seq_len), prompt and completion, then -1; `logits` (rows, vocabulary) float32. They are captured with
             the step, so they run on the device.
+        structured_outputs: what a completion must look like: a dict with one of `json` (a JSON schema), `json_object`
+            (True), `regex`, `choice` (a list of texts), `grammar` (GBNF or Lark's). With a JSON form also
+            `disable_any_whitespace` (True) or `whitespace_pattern` (a regex). None is free.
         seed: of this request's random numbers. They depend on the seed, the number of the sample and the position
             alone, so the same request draws the same tokens in any batch. Where one seed is given for all prompts of
             a call, each prompt but the first gets one made from it and from the number of the prompt. None draws one
@@ -225,6 +261,7 @@ class Sampling:
     allowed_token_ids: list[int] | None = None
     bad_words: list[Any] = field(default_factory=list)
     logits_processors: list[Any] = field(default_factory=list)
+    structured_outputs: dict[str, Any] | None = None
     seed: int | None = None
     max_new_tokens: int = 128
     stop: list[Any] = field(default_factory=list)
@@ -278,6 +315,8 @@ class Sampling:
         for process in self.logits_processors:
             if not callable(process):
                 raise RequestError(f"logits_processors must be functions f(tokens, logits), got {process!r}")
+        if self.structured_outputs is not None:
+            _check_structure(self.structured_outputs)
 
 
 # -- the seeds of samples and prompts ----------------------------------------------------------------------------------
