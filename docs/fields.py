@@ -16,7 +16,6 @@ WITHIN = {
     "functions": "name description parameters",
     "image_url": "url detail",
     "input_audio": "data format",
-    "json_schema": "name description schema strict",
     "messages.audio": "id",
     "moderation": "model policy policy.input policy.input.mode policy.output policy.output.mode",
     "prompt_cache_breakpoint": "mode ttl",
@@ -24,8 +23,6 @@ WITHIN = {
     "prediction": "type content content.type content.text content.prompt_cache_breakpoint "
     "content.prompt_cache_breakpoint.mode content.prompt_cache_breakpoint.ttl",
     "repetition_detection": "max_pattern_size min_pattern_size min_count",
-    "structured_outputs": "json regex choice grammar json_object disable_any_whitespace disable_additional_properties "
-    "whitespace_pattern structural_tag",
     "tool_choice": "type function function.name custom custom.name allowed_tools allowed_tools.mode "
     "allowed_tools.tools",
     "tools": "type defer_loading function function.name function.description function.parameters function.strict "
@@ -53,7 +50,7 @@ class Known(NamedTuple):
 
 def known_fields(kind: type[Object], before: str = "") -> Iterator[Known]:
     """The fields of an object, and of those in it."""
-    for name, field in kind.model_fields.items():
+    for name, field in kind.fields().items():
         yield Known(before + name, "supported", field.description or "")
         for inner in _objects(field.annotation):
             yield from known_fields(inner, f"{before}{name}.")

@@ -32,7 +32,8 @@ _TYPES = {
     503: "unavailable_error",
 }
 # What engines call a setting -> the field of a request that gives it.
-_PARAMS = {one.name: one.name for one in dataclasses.fields(Sampling)} | {"max_new_tokens": "max_tokens", "n": "n"}
+_PARAMS = {one.name: one.name for one in dataclasses.fields(Sampling)} | {"max_new_tokens": "max_tokens"}
+_PARAMS |= {name: name for name in ("n", "response_format")}
 
 
 class ApiError(Exception):
@@ -84,6 +85,7 @@ _EXPECTED = {
     "bool_type": "true or false",
     "string_type": "a text",
     "list_type": "a list",
+    "dict_type": "an object",
     "literal_error": "{expected}",
     "greater_than_equal": "at least {ge:g}",
     "greater_than": "above {gt:g}",
@@ -115,7 +117,7 @@ def wrong_field(error: ValidationError) -> ApiError:
 
 def refused(said: str, prompt_field: str) -> ApiError:
     """What an engine does not take and why, with the field that it came from."""
-    word = said.replace("unknown ", "").partition(" ")[0]
+    word = said.replace("unknown ", "").partition(" ")[0].rstrip(":")
     if word.isdigit():  # "9 stop tokens are more than ..."
         word = "stop"
     param = prompt_field if word == "prompt" else _PARAMS.get(word)
@@ -187,6 +189,7 @@ def asked_of(request: ChatRequest | CompletionRequest, codec: Codec, default_tok
         min_tokens=request.min_tokens or 0,
         allowed_token_ids=request.allowed_token_ids,
         bad_words=[*(request.bad_words or [])],
+        structured_outputs=request.structure[1],
         max_new_tokens=max(1, most),
         stop=[*(request.stop or []), *(request.stop_token_ids or [])],
         ignore_eos=bool(request.ignore_eos),

@@ -267,6 +267,8 @@ class Exchange:
             raise
         except Refused as error:
             said, source = str(error).replace("max_new_tokens", "max_tokens"), self._form.source
+            if said.startswith("structured_outputs"):
+                said = said.replace("structured_outputs", self._asked.request.structure[0], 1)
             if source == "messages":
                 said = said.replace("prompt 0", "prompt made of the messages", 1)
             raise refused(said, source) from None

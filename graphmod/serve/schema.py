@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WrapValidator, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from graphmod.decode.types import MOST_TOP
@@ -41,7 +42,6 @@ _REFUSED = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "stream_interval": (1,),
-    "structured_outputs": (),
     "thinking_token_budget": (-1,),
     "truncate_prompt_tokens": (),
     "truncation_side": (),
@@ -103,7 +103,12 @@ class Object(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        cls._taken = frozenset((*cls.model_fields, *cls.ignored))
+        cls._taken = frozenset((*cls.fields(), *cls.ignored))
+
+    @classmethod
+    def fields(cls) -> dict[str, FieldInfo]:
+        """Those that are supported, by the names that JSON has."""
+        return {field.alias or name: field for name, field in cls.model_fields.items()}
 
     @model_validator(mode="before")
     @classmethod
@@ -125,7 +130,9 @@ class Object(BaseModel):
 
     @classmethod
     def _like(cls, name: str) -> str:
-        known = [*cls.model_fields, *cls.refused, *cls.ignored]
+        if name.startswith("guided_"):
+            return f'is no field any more, as in vLLM; write structured_outputs={{"{name[7:]}": ...}}'
+        known = [*cls.fields(), *cls.refused, *cls.ignored]
         like = get_close_matches(name.lower(), known, 1)
         hint = f"is {like[0]} meant?" if like else "leave it out"
         if like and like[0] in cls.refused:
@@ -140,12 +147,6 @@ def _as_sent(given: Any, check: Any) -> Any:
 
 def _in_list(given: Any) -> Any:
     return [given] if isinstance(given, str) else given
-
-
-def _text_alone(given: Any) -> Any:
-    if isinstance(given, dict) and given.get("type", "text") != "text":
-        raise _refusal("unsupported_field", "of another type than text is not supported by this server; leave it out")
-    return given
 
 
 def _count(given: Any) -> Any:
@@ -184,12 +185,41 @@ class StreamOptions(Object):
     continuous_usage_stats: bool | None = Field(None, description="tell with each event how many there are so far")
 
 
+class JsonSchema(Object):
+    """A JSON schema of an answer."""
+
+    ignored = ("name", "description", "strict")
+
+    schema_: dict[str, Any] = Field(alias="schema", description="what is not supported in one is an error")
+
+
 class ResponseFormat(Object):
     """The form of an answer."""
 
-    refused = {"json_schema": (), "format": (), "structures": (), "triggers": ()}
+    refused = {"format": (), "structures": (), "triggers": ()}
 
-    type: Literal["text"] = Field("text", description="`text` alone")
+    type: Literal["text", "json_object", "json_schema"] = Field("text", description="what the answer is")
+    json_schema: JsonSchema | None = Field(None, description="with `type` `json_schema`")
+
+    @model_validator(mode="after")
+    def _with_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise _refusal("unsupported_field", "goes with type=json_schema, and this with it", "json_schema")
+        return self
+
+
+class StructuredOutputs(Object):
+    """The form of an answer, as vLLM has it."""
+
+    refused = {"disable_additional_properties": (False,), "structural_tag": ()}
+
+    json_: Any = Field(None, alias="json", description="a JSON schema, or its text")
+    json_object: bool | None = Field(None, description="any JSON object")
+    regex: str | None = Field(None, description="the whole answer matches it")
+    choice: list[str] | None = Field(None, description="the answer is one of these texts")
+    grammar: str | None = Field(None, description="in GBNF, or as Lark has it")
+    disable_any_whitespace: bool | None = Field(None, description="of JSON: no spaces between its parts")
+    whitespace_pattern: str | None = Field(None, description="of JSON: a regex for the spaces between its parts")
 
 
 class _Request(Object):
@@ -247,9 +277,8 @@ class _Request(Object):
     return_tokens_as_token_ids: bool | None = Field(
         None, description="with `logprobs`: write tokens there as `token_id:5`"
     )
-    response_format: Annotated[ResponseFormat | None, BeforeValidator(_text_alone)] = Field(
-        None, description="free text is all there is"
-    )
+    response_format: ResponseFormat | None = Field(None, description="the answer is JSON, of a schema if there is one")
+    structured_outputs: StructuredOutputs | None = Field(None, description="one of the first five")
 
     @model_validator(mode="after")
     def _together(self) -> _Request:
@@ -257,7 +286,21 @@ class _Request(Object):
             raise _refusal("unsupported_field", "goes with stream=true", "stream_options")
         if self.return_tokens_as_token_ids and vars(self)["logprobs"] in (None, False):
             raise _refusal("unsupported_field", "goes with logprobs", "return_tokens_as_token_ids")
+        if self.response_format is not None and self.response_format.type != "text" and self.structured_outputs:
+            raise _refusal("unsupported_field", "goes without structured_outputs", "response_format")
         return self
+
+    @property
+    def structure(self) -> tuple[str, dict[str, Any] | None]:
+        """What an answer must look like, for `Sampling.structured_outputs`, and the field that says it."""
+        if self.structured_outputs is not None:
+            return "structured_outputs", self.structured_outputs.model_dump(by_alias=True, exclude_none=True)
+        form = self.response_format
+        if form is None or form.type == "text":
+            return "response_format", None
+        return "response_format", {"json_object": True} if form.json_schema is None else {
+            "json": form.json_schema.schema_
+        }
 
 
 class ToolFunction(Object):

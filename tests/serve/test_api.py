@@ -179,7 +179,12 @@ WRONG = [
     ({"stop_token_ids": [10**6]}, 400, "stop", "unknown stop"),
     ({"stream": "yes"}, 400, "stream", 'must be true or false, got "yes"'),
     ({"tools": [{"type": "function"}]}, 400, "tools", "not supported"),
-    ({"response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
+    (
+        {"response_format": {"type": "xml"}},
+        400,
+        "response_format.type",
+        "must be 'text', 'json_object' or 'json_schema'",
+    ),
     ({"logit_bias": {"5": 101}}, 400, "logit_bias.5", "must be at most 100, got 101"),
     ({"logit_bias": {"a": 1}}, 400, "logit_bias", 'must have token ids as keys, such as {"50256": -100}, got {"a": 1}'),
     ({"logit_bias": {"1000000": 1}}, 400, "logit_bias", "must have token ids below"),

@@ -83,7 +83,16 @@ GOOD = {
     "messages.function_call": CALL["function"],
     "messages.annotations": [],
     "response_format.type": "text",
+    "response_format.json_schema": {"schema": {"type": "integer"}},
+    "response_format.json_schema.schema": {"type": "integer"},
+    "structured_outputs": {"regex": "[a-c]+"},
+    "structured_outputs.json": {"type": "integer"},
+    "structured_outputs.regex": "[a-c]+",
+    "structured_outputs.choice": ["a", "bc"],
+    "structured_outputs.grammar": 'start: "a"+',
+    "structured_outputs.whitespace_pattern": " ?",
 }
+FORMS = ("json", "json_object", "regex", "choice", "grammar")
 BESIDE = {
     "top_logprobs": {"logprobs": True},
     "return_tokens_as_token_ids": {"logprobs": True},
@@ -114,6 +123,10 @@ IDS = [f"{path.split('/')[2]} {one.path}" for path, one in CASES]
 def set_at(path, field, value):
     """A request with a field, and where it is in there."""
     body, *names = json.loads(json.dumps(BASE[path])), *field.split(".")
+    if field.startswith("response_format.json_schema"):
+        body["response_format"] = {"type": "json_schema", "json_schema": {"schema": {}}}
+    if names[0] == "structured_outputs" and names[-1] not in FORMS:
+        body["structured_outputs"] = {"json_object": True}
     place, steps = body, []
     for number, name in enumerate(names):
         steps.append(name)
@@ -152,6 +165,8 @@ def test_all_fields_of_both_apis_are_known(path):
 
 @pytest.mark.parametrize(("path", "one"), CASES, ids=IDS)
 def test_the_server_does_with_a_field_what_the_page_says(served, path, one):
+    if one.path.startswith(("structured_outputs", "response_format.json_schema")):
+        pytest.importorskip("llguidance")
     if one.state == "supported":
         value = GOOD.get(one.path, 1 if one.path == "logprobs" and "chat" not in path else None)
         if value is None:
@@ -160,15 +175,16 @@ def test_the_server_does_with_a_field_what_the_page_says(served, path, one):
         assert served_status(served, path, body)[0] == 200, body
         if one.path.endswith(("arguments", "annotations")):
             return  # a template takes whatever it takes
-        body, place = set_at(path, one.path, {"wrong": 1})
+        any_object = one.path.endswith(("json_schema.schema", "outputs.json"))
+        body, place = set_at(path, one.path, 5 if any_object else {"wrong": 1})
         status, error = served_status(served, path, body)
         assert status == 400 and (error["param"].startswith(place) or place.startswith(error["param"])), error
     elif one.state == "ignored":
         for value in (True, {"a": 1}, "b"):
             body, _ = set_at(path, one.path, value)
             assert served_status(served, path, body)[0] == 200
-        plain, other = ({**BASE[path], "temperature": 0, "max_tokens": 5} for _ in range(2))
-        answers = [served.post(path, one)[1] for one in (plain, {**set_at(path, one.path, "b")[0], **other})]
+        other = {"temperature": 0, "max_tokens": 5}
+        answers = [served.post(path, {**set_at(path, one.path, value)[0], **other})[1] for value in (None, "b")]
         assert [choice.pop("index") for answer in answers for choice in answer["choices"]] == [0, 0]
         assert answers[0]["choices"] == answers[1]["choices"] and answers[0]["usage"] == answers[1]["usage"]
     else:
