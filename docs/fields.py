@@ -23,11 +23,10 @@ WITHIN = {
     "prediction": "type content content.type content.text content.prompt_cache_breakpoint "
     "content.prompt_cache_breakpoint.mode content.prompt_cache_breakpoint.ttl",
     "repetition_detection": "max_pattern_size min_pattern_size min_count",
-    "tool_choice": "type function function.name custom custom.name allowed_tools allowed_tools.mode "
-    "allowed_tools.tools",
-    "tools": "type defer_loading function function.name function.description function.parameters function.strict "
-    "function.defer_loading custom custom.name custom.description custom.format custom.format.type "
-    "custom.format.grammar custom.format.grammar.definition custom.format.grammar.syntax",
+    "tool_choice.allowed_tools": "mode tools",
+    "tool_choice.custom": "name",
+    "tools.custom": "name description format format.type format.grammar format.grammar.definition "
+    "format.grammar.syntax",
     "web_search_options": "search_context_size user_location user_location.type user_location.approximate "
     "user_location.approximate.city user_location.approximate.country user_location.approximate.region "
     "user_location.approximate.timezone",

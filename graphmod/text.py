@@ -59,19 +59,24 @@ class ChatError(ConfigError):
         self.field = field
 
 
-def chat_prompt(tokenizer: Any, messages: list[Message]) -> str:
+def chat_prompt(tokenizer: Any, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str:
     """The text of a prompt for an answer to messages: what `apply_chat_template` writes for them.
 
     A content goes to the template as it was sent, as a text or as parts, if the template writes it; otherwise in the
     other form. A template that fails at fields that are null, or at the arguments of a tool call as a text, gets them
-    left out and as an object. Raises ChatError where the template refuses the messages, or leaves out something that
-    they say.
+    left out and as an object.
+
+    Args:
+        tools: that the answer may call.
+
+    Raises:
+        ChatError: the template refuses the messages, or leaves out something that they say, or the tools.
     """
     for number, message in enumerate(messages):
         _require_text(number, message)
 
     def write(given: list[Message]) -> str:
-        return tokenizer.apply_chat_template(given, add_generation_prompt=True, tokenize=False)
+        return tokenizer.apply_chat_template(given, tools=tools, add_generation_prompt=True, tokenize=False)
 
     changed, shown = _as_it_reads(write, messages)
     try:
@@ -79,6 +84,8 @@ def chat_prompt(tokenizer: Any, messages: list[Message]) -> str:
     except Exception as error:  # whatever a template raises
         raise _refused(write, changed, error) from error
     _require_read(write, changed, shown, prompt)
+    if tools and prompt == tokenizer.apply_chat_template(changed, add_generation_prompt=True, tokenize=False):
+        raise ChatError("tools is nothing that the chat template of this model reads; leave them out", "tools")
     return prompt
 
 
@@ -345,12 +352,13 @@ class TokenizerCodec:
         """The text of tokens; special ones show with `special_tokens` only."""
         return self.tokenizer.decode(tokens, skip_special_tokens=not special_tokens)
 
-    def chat(self, messages: list[dict[str, Any]]) -> str:
+    def chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
         """The text of a prompt for an answer to `messages`, with all special tokens that the template puts there.
 
         Args:
             messages: as transformers and OpenAI's API take them: {"role": "user", "content": "..."}; a content may be
                 a list of parts, whether or not the template reads such, and that of an assistant null.
+            tools: that the answer may call, as OpenAI's API has them.
 
         Raises:
             ChatError: the tokenizer has no chat template, or its template refuses the messages or leaves out what they
@@ -361,7 +369,7 @@ class TokenizerCodec:
                 "the tokenizer has no chat template; put one in its folder (chat_template.jinja), use the tokenizer of "
                 'a chat model (tokenizer=FOLDER), or give plain prompts (chat=false, {"prompt": ...})'
             )
-        return chat_prompt(self.tokenizer, messages)
+        return chat_prompt(self.tokenizer, messages, tools)
 
 
 def token_bytes(codec: Codec) -> Callable[[int], bytes | None]:

@@ -11,7 +11,8 @@ import json
 import time
 import uuid
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
@@ -19,6 +20,15 @@ from starlette.responses import Response
 
 from graphmod.decode.types import Completion, Sampling, prompt_seed
 from graphmod.serve.schema import ChatRequest, CompletionRequest
+from graphmod.serve.tools import (
+    LIST,
+    MARKS,
+    ArgumentReader,
+    Call,
+    CallReader,
+    notation_of,
+    whole_calls,
+)
 from graphmod.text import ChatError, Codec, TextStream, TokenizerCodec, TokenText, TokenTexts, token_bytes
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -33,7 +43,7 @@ _TYPES = {
 }
 # What engines call a setting -> the field of a request that gives it.
 _PARAMS = {one.name: one.name for one in dataclasses.fields(Sampling)} | {"max_new_tokens": "max_tokens"}
-_PARAMS |= {name: name for name in ("n", "response_format")}
+_PARAMS |= {name: name for name in ("n", "response_format", "tools")}
 
 
 class ApiError(Exception):
@@ -144,6 +154,7 @@ class Asked:
         sampling: of each prompt.
         most: tokens of a completion, at most; 0 tells the prompt alone.
         echo: tell each prompt with its completions.
+        reader: makes what finds calls of tools in a completion; None where none may be.
         score: tell log-probabilities.
     """
 
@@ -155,6 +166,7 @@ class Asked:
     most: int
     echo: bool
     score: bool
+    reader: Callable[[], CallReader | ArgumentReader] | None = None
 
 
 def asked_of(request: ChatRequest | CompletionRequest, codec: Codec, default_tokens: int) -> Asked:
@@ -166,7 +178,7 @@ def asked_of(request: ChatRequest | CompletionRequest, codec: Codec, default_tok
     Raises:
         ApiError: there is no chat template, or it refuses the messages.
     """
-    texts, echo = None, False
+    texts, echo, reader = None, False, None
     if isinstance(request, CompletionRequest):
         score, top, echo = request.logprobs is not None, request.logprobs or 0, bool(request.echo)
         most = _DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
@@ -175,7 +187,7 @@ def asked_of(request: ChatRequest | CompletionRequest, codec: Codec, default_tok
     else:
         score, top = bool(request.logprobs), request.top_logprobs or 0
         most = request.max_completion_tokens or request.max_tokens or default_tokens
-        prompts = [_chat(request, codec)]
+        prompts, reader = [_chat(request, codec)], _reader(request, codec)
     temperature, top_k, top_p = request.temperature, request.top_k, request.top_p  # None is the engine's default
     common = Sampling(
         temperature=0.0 if temperature is not None and temperature < _COLDEST else temperature,
@@ -198,7 +210,7 @@ def asked_of(request: ChatRequest | CompletionRequest, codec: Codec, default_tok
     )
     seeds = [None if request.seed is None else prompt_seed(request.seed, number) for number in range(len(prompts))]
     sampling = [dataclasses.replace(common, seed=seed) for seed in seeds]
-    return Asked(request, prompts, texts, request.n or 1, sampling, most, echo, score)
+    return Asked(request, prompts, texts, request.n or 1, sampling, most, echo, score, reader)
 
 
 def _chat(request: ChatRequest, codec: Codec) -> list[int]:
@@ -211,10 +223,30 @@ def _chat(request: ChatRequest, codec: Codec) -> list[int]:
             "no_chat_template",
         )
     messages: Any = request.messages  # dicts, as they were sent
+    tools: Any = None if request.calls == "none" else request.tools
     try:
-        return codec.encode_as_is(codec.chat(messages))
+        return codec.encode_as_is(codec.chat(messages, tools))
     except ChatError as error:
         raise ApiError(400, str(error), error.field) from None
+
+
+def _reader(request: ChatRequest, codec: Codec) -> Callable[[], CallReader | ArgumentReader] | None:
+    """What finds the calls in an answer. Raises ApiError where nobody knows how the model writes them."""
+    if request.calls == "none" or not isinstance(codec, TokenizerCodec):
+        return None
+    if request.calls == "function" and request.tool_choice and request.tool_choice.function:
+        return partial(ArgumentReader, request.tool_choice.function.name)
+    notation = LIST
+    if request.calls == "auto":
+        notation = notation_of(codec.tokenizer.get_chat_template(tools=request.tools))
+    if notation is None:
+        raise ApiError(
+            400,
+            "tools: how this model writes calls is not known (it is not as Hermes, Qwen, Llama 3 or Mistral do); use "
+            "tool_choice=required, a tool by name, or none",
+            "tools",
+        )
+    return partial(CallReader, notation, request.tool_names, request.parallel_tool_calls is not False)
 
 
 # -- texts and log-probabilities ---------------------------------------------------------------------------------------
@@ -320,10 +352,11 @@ def _is_text(raw: bytes) -> bool:
 
 
 class Piece(NamedTuple):
-    """What may be sent now: a text, and the tokens it comes from as far as they are asked for."""
+    """What may be sent now: a text, the tokens it comes from as far as they are asked for, and calls of tools."""
 
     text: str
     scored: list[Scored]
+    calls: Sequence[Call] = ()
 
 
 class StopCut:
@@ -377,14 +410,26 @@ class Answer:
         prompt: ids before the completion.
         stops: texts that end it and are not part of it.
         scorer: of log-probabilities, if they are told too.
+        reader: of calls of tools, if there may be some; without a scorer.
     """
 
-    def __init__(self, codec: Codec, prompt: Sequence[int], stops: Sequence[str], scorer: Scorer | None) -> None:
+    def __init__(
+        self,
+        codec: Codec,
+        prompt: Sequence[int],
+        stops: Sequence[str],
+        scorer: Scorer | None,
+        reader: CallReader | ArgumentReader | None = None,
+    ) -> None:
+        self.reader = reader
         self._codec, self._scorer = codec, scorer
         self._names = {number: name for name, number in getattr(codec, "special", {}).items()}
         # The text has no special tokens: of a stop with some, only what is around them can be seen in it.
         self._special = {stop: plain for stop in stops if (plain := self._plain(stop)) != stop}
-        self._stream = TextStream(codec, prompt) if scorer is None else TokenTexts(codec, prompt)
+        # Marks of calls may be special tokens, which are shown then, and the others left out.
+        self._hidden = {number for number, name in self._names.items() if name not in MARKS} if reader else set()
+        with_marks = TextStream(codec, prompt, special_tokens=isinstance(codec, TokenizerCodec) and reader is not None)
+        self._stream = with_marks if scorer is None else TokenTexts(codec, prompt)
         self._values: deque[tuple[float, list[tuple[int, float]]]] = deque()  # of tokens whose text is to come
         self._cut = StopCut([stop for stop in stops if stop not in self._special], [*self._special.values()])
         self._length = self._sent = 0
@@ -406,11 +451,12 @@ class Answer:
                 self._values.append((logprob, likely))
                 sent += self._cut.add(self._scored_piece(*stream.add(token)))
         else:
-            piece = stream.add_all(tokens)
+            piece = stream.add_all([one for one in tokens if one not in self._hidden] if self._hidden else tokens)
             self._length += len(piece)
             sent = self._cut.add(piece)
         self._sent += len(sent)
-        return Piece(sent, self._ready())
+        text, calls = (sent, []) if self.reader is None else self.reader.add(sent)
+        return Piece(text, self._ready(), calls)
 
     def _scored_piece(self, piece: str, owns: list[TokenText]) -> str:
         assert self._scorer is not None
@@ -429,7 +475,8 @@ class Answer:
         if not self._cut.met:
             sent += self._cut.rest(self._special_end(completion))
         self._sent += len(sent)
-        return Piece(sent, self._ready(last=True))
+        text, calls = (sent, []) if self.reader is None else self.reader.add(sent)
+        return Piece(text + (self.reader.end() if self.reader else ""), self._ready(last=True), calls)
 
     def _special_end(self, completion: Completion) -> str:
         if not self._special or completion.finish_reason != "stop" or not isinstance(self._codec, TokenizerCodec):
@@ -514,8 +561,11 @@ class ChatForm(Form):
     _prefix, _object, _chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def whole(self, piece: Piece, asked: Asked) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
+        if piece.calls:
+            message |= {"content": piece.text or None, "tool_calls": [one.told() for one in whole_calls(piece.calls)]}
         return {
-            "message": {"role": "assistant", "content": piece.text, "refusal": None},
+            "message": message,
             "logprobs": self._logprobs(piece.scored, asked),
         }
 
@@ -526,8 +576,11 @@ class ChatForm(Form):
         return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
 
     def chunk(self, piece: Piece, asked: Asked) -> dict[str, Any]:
+        delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
+        if piece.calls:
+            delta["tool_calls"] = [{"index": one.index, **one.told()} for one in piece.calls]
         return {
-            "delta": {"content": piece.text} if piece.text else {},
+            "delta": delta,
             "logprobs": self._logprobs(piece.scored, asked),
         }
 

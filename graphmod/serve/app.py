@@ -250,7 +250,8 @@ class Exchange:
             self._scorer = Scorer(codec) if asked.score or asked.echo else None
             scorer, stops = self._scorer if asked.score else None, body.stop or []
             for ids in asked.prompts:
-                self._answers += [Answer(codec, ids, stops, scorer) for _ in range(asked.n)]
+                readers = [asked.reader() if asked.reader else None for _ in range(asked.n)]
+                self._answers += [Answer(codec, ids, stops, scorer, reader) for reader in readers]
 
     async def _taken(self) -> None:
         """Returns once the engine has taken it, which it does between two steps. Raises ApiError."""
@@ -298,8 +299,10 @@ class Exchange:
                 status = 400 if done.error == NO_TOKEN_LEFT else 500
                 raise ApiError(status, done.error or "the completion failed", code="completion_error")
             last = answer.end(done)
-            piece = Piece(piece.text + last.text, piece.scored + last.scored)
+            piece = Piece(piece.text + last.text, piece.scored + last.scored, [*piece.calls, *last.calls])
         reason = done.finish_reason if run.ended else None
+        if reason == "stop" and answer.reader is not None and answer.reader.count:
+            reason = "tool_calls"
         if not asked.most:  # the engine makes one token at least
             piece, reason = Piece("", []), reason and "length"
         first = index not in self._echoed
@@ -346,7 +349,11 @@ class Exchange:
                 found[part.index].append(part)
         choices = []
         for index, own in enumerate(found):
-            piece = Piece("".join(one.piece.text for one in own), [s for one in own for s in one.piece.scored])
+            piece = Piece(
+                "".join(one.piece.text for one in own),
+                [scored for one in own for scored in one.piece.scored],
+                [call for one in own for call in one.piece.calls],
+            )
             tokens = [token for one in own for token in one.tokens]
             part = Part(index, piece, tokens, own[-1].finish_reason, True)
             choices.append(self._choice(part, form.whole(piece, asked)))
@@ -369,7 +376,7 @@ class Exchange:
                 yield event([{"index": index, **first, "finish_reason": None}]) | form.head_ids(asked)
         async with contextlib.aclosing(self._parts()) as parts:
             async for part in parts:
-                if part.piece.text or part.piece.scored or part.finish_reason or asked.request.return_token_ids:
+                if any(part.piece) or part.finish_reason or asked.request.return_token_ids:
                     yield event([self._choice(part, form.chunk(part.piece, asked))])
         if options.include_usage:
             yield event([], counts=True)

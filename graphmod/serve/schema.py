@@ -8,13 +8,14 @@ same as leaving a field out; one that is in no list here is refused with the nam
 from __future__ import annotations
 
 from difflib import get_close_matches
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WrapValidator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from graphmod.decode.types import MOST_TOP
+from graphmod.serve.tools import parameters_of, schema_of_calls
 
 _MOST_STOPS, _LONGEST_STOP = 16, 1000
 
@@ -65,12 +66,9 @@ _REFUSED_IN_CHATS = {
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (True,),
     "prediction": (),
     "reasoning_effort": (),
     "return_prompt_text": (False,),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
@@ -359,6 +357,45 @@ class Message(Object):
     annotations: list[Any] | None = None
 
 
+class FunctionDefinition(Object):
+    """A tool that may be called."""
+
+    refused = {"defer_loading": (False,)}
+
+    name: Annotated[str, Field(min_length=1, max_length=256)] = Field(description="what calls name it")
+    description: str | None = Field(None, description="given to the template")
+    parameters: dict[str, Any] | None = Field(None, description="a JSON schema; arguments of forced calls keep to it")
+    strict: bool | None = Field(None, description="arguments of other calls are not checked, whatever it says")
+
+
+class ToolDefinition(Object):
+    """What may be called. It goes to the template as it was sent."""
+
+    refused = {"custom": (), "defer_loading": (False,)}
+
+    type: Literal["function"] = Field(description="`function` alone")
+    function: FunctionDefinition = Field(description="given to the template")
+
+
+class ChosenFunction(Object):
+    """The tool that an answer must call."""
+
+    name: str = Field(description="of one of `tools`")
+
+
+class ToolChoice(Object):
+    """Whether an answer may or must call tools."""
+
+    refused = {"allowed_tools": (), "custom": ()}
+
+    type: Literal["none", "auto", "required", "function"] = Field(description="a word alone stands for it")
+    function: ChosenFunction | None = Field(None, description="with `type` `function`")
+
+
+def _as_type(given: Any) -> Any:
+    return {"type": given} if isinstance(given, str) else given
+
+
 class ChatRequest(_Request):
     """Of `/v1/chat/completions`."""
 
@@ -372,6 +409,13 @@ class ChatRequest(_Request):
     top_logprobs: int | None = Field(
         None, ge=0, le=MOST_TOP, description="with `logprobs`: and of so many most likely ones, at most 20"
     )
+    tools: list[Annotated[ToolDefinition, WrapValidator(_as_sent)]] | None = Field(
+        None, max_length=128, description="go to the chat template, which must read them"
+    )
+    tool_choice: Annotated[ToolChoice | None, BeforeValidator(_as_type)] = Field(
+        None, description="`auto`, the default; `none` keeps tools from the template; `required` or one of them by name"
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false: one call at most")
 
     has_text: ClassVar[bool] = True
     """Whether there is something to tokenize."""
@@ -386,6 +430,42 @@ class ChatRequest(_Request):
         if self.top_logprobs and not self.logprobs:
             raise _refusal("unsupported_field", "goes with logprobs=true", "top_logprobs")
         return self
+
+    @model_validator(mode="after")
+    def _with_tools(self) -> ChatRequest:
+        choice = self.tool_choice
+        if choice is not None and (choice.type == "function") != (choice.function is not None):
+            raise _refusal("unsupported_field", "goes with type=function, and this with it", "tool_choice.function")
+        if choice is not None and choice.type in ("required", "function") and not self.tools:
+            raise _refusal("unsupported_field", "goes with tools", "tool_choice")
+        if choice is not None and choice.function is not None and choice.function.name not in self.tool_names:
+            raise _refusal(
+                "unsupported_field", f"must be one of {', '.join(self.tool_names)}", "tool_choice.function.name"
+            )
+        for name in ("logprobs", "response_format", "structured_outputs") if self.calls != "none" else ():
+            if getattr(self, name) and (name != "response_format" or super().structure[1] is not None):
+                raise _refusal("unsupported_field", "goes without tools, or with tool_choice=none", name)
+        return self
+
+    @property
+    def tool_names(self) -> list[str]:
+        """Of its tools: dicts, as they were sent."""
+        return [one["function"]["name"] for one in cast(list, self.tools or [])]
+
+    @property
+    def calls(self) -> Literal["none", "auto", "required", "function"]:
+        """Whether an answer may or must call tools."""
+        return "none" if not self.tools else "auto" if self.tool_choice is None else self.tool_choice.type
+
+    @property
+    def structure(self) -> tuple[str, dict[str, Any] | None]:
+        """What an answer must look like, and the field that says it."""
+        tools: Any = self.tools
+        if self.calls == "required":
+            return "tools", {"json": schema_of_calls(tools, self.parallel_tool_calls is not False)}
+        if self.calls == "function" and self.tool_choice and self.tool_choice.function:
+            return "tools", {"json": parameters_of(tools[self.tool_names.index(self.tool_choice.function.name)])}
+        return super().structure
 
 
 def _are_ids(given: list) -> bool:

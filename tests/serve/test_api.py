@@ -178,7 +178,13 @@ WRONG = [
     ({"stop": 5}, 400, "stop", "must be a list, got 5"),
     ({"stop_token_ids": [10**6]}, 400, "stop", "unknown stop"),
     ({"stream": "yes"}, 400, "stream", 'must be true or false, got "yes"'),
-    ({"tools": [{"type": "function"}]}, 400, "tools", "not supported"),
+    ({"tools": [{"type": "function"}]}, 400, "tools.0.function", "is missing"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        400,
+        "tools",
+        "nothing that the chat template of this model reads",
+    ),
     (
         {"response_format": {"type": "xml"}},
         400,

@@ -38,6 +38,7 @@ VLLM_OF = {
     """,
 }
 TEMPLATE = (
+    "{% if tools %}<tool_call>{{ tools }}{% endif %}"
     "{% for m in messages %}[{{ m.role }}]{{ m.name }}{{ m.content or '' }}{{ m.tool_calls }}{{ m.function_call }}"
     "{{ m.refusal }}{{ m.tool_call_id }}{{ m.reasoning_content }}{{ m.reasoning }}{% endfor %}"
 )
@@ -45,6 +46,7 @@ BASE = {
     "/v1/completions": {"prompt": [5, 6, 7]},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]},
 }
+TOOL = {"type": "function", "function": {"name": "look"}}
 CALL = {"id": "c", "type": "function", "index": 0, "function": {"name": "look", "arguments": "{}"}}
 # What supported fields may be, with what they need beside them.
 GOOD = {
@@ -91,6 +93,16 @@ GOOD = {
     "structured_outputs.choice": ["a", "bc"],
     "structured_outputs.grammar": 'start: "a"+',
     "structured_outputs.whitespace_pattern": " ?",
+    "tools": [TOOL],
+    "tools.type": "function",
+    "tools.function": {"name": "go"},
+    "tools.function.name": "go",
+    "tools.function.description": "goes",
+    "tools.function.parameters": {"type": "object"},
+    "tool_choice": "auto",
+    "tool_choice.type": "none",
+    "tool_choice.function": {"name": "look"},
+    "tool_choice.function.name": "look",
 }
 FORMS = ("json", "json_object", "regex", "choice", "grammar")
 BESIDE = {
@@ -125,6 +137,11 @@ def set_at(path, field, value):
     body, *names = json.loads(json.dumps(BASE[path])), *field.split(".")
     if field.startswith("response_format.json_schema"):
         body["response_format"] = {"type": "json_schema", "json_schema": {"schema": {}}}
+    if names[0] == "tool_choice" or field.startswith("tools."):
+        body["tools"] = json.loads(json.dumps([TOOL]))
+    if field.startswith("tool_choice."):
+        forced = {"type": "function", "function": {"name": "look"}}
+        body["tool_choice"] = forced if names[1] == "function" else {"type": "auto"}
     if names[0] == "structured_outputs" and names[-1] not in FORMS:
         body["structured_outputs"] = {"json_object": True}
     place, steps = body, []
@@ -165,7 +182,7 @@ def test_all_fields_of_both_apis_are_known(path):
 
 @pytest.mark.parametrize(("path", "one"), CASES, ids=IDS)
 def test_the_server_does_with_a_field_what_the_page_says(served, path, one):
-    if one.path.startswith(("structured_outputs", "response_format.json_schema")):
+    if one.path.startswith(("structured_outputs", "response_format.json_schema", "tool_choice.function")):
         pytest.importorskip("llguidance")
     if one.state == "supported":
         value = GOOD.get(one.path, 1 if one.path == "logprobs" and "chat" not in path else None)
@@ -175,7 +192,7 @@ def test_the_server_does_with_a_field_what_the_page_says(served, path, one):
         assert served_status(served, path, body)[0] == 200, body
         if one.path.endswith(("arguments", "annotations")):
             return  # a template takes whatever it takes
-        any_object = one.path.endswith(("json_schema.schema", "outputs.json"))
+        any_object = one.path.endswith(("json_schema.schema", "outputs.json", "function.parameters"))
         body, place = set_at(path, one.path, 5 if any_object else {"wrong": 1})
         status, error = served_status(served, path, body)
         assert status == 400 and (error["param"].startswith(place) or place.startswith(error["param"])), error

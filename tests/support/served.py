@@ -28,13 +28,17 @@ def tokenizer():
     return made
 
 
-def chat_model():
+def chat_model(vocabulary=None):
     """A tiny Llama with random weights, always the same; its texts are nonsense, and rarely end by themselves."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     ends = {"bos_token_id": 1, "eos_token_id": 2}
     config = LlamaConfig(
-        vocab_size=len(tokenizer()), max_position_embeddings=POSITIONS, num_key_value_heads=2, **sizes, **ends
+        vocab_size=vocabulary or len(tokenizer()),
+        max_position_embeddings=POSITIONS,
+        num_key_value_heads=2,
+        **sizes,
+        **ends,
     )
     model = LlamaForCausalLM(config).eval()
     with torch.no_grad():
