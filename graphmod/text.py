@@ -478,11 +478,12 @@ class _Watched:
         self._kept = max(map(len, texts)) - 1
         self._tail = ""
 
-    def met(self, token: int) -> bool:
-        tail = self._tail + self._stream.add(token)
-        text = tail + self._stream.pending
-        self._tail = tail[-self._kept :] if self._kept else ""
-        return any(stop in text for stop in self._texts)
+    def met(self, token: int, early: bool) -> bool:
+        tail, piece = self._tail, self._stream.add(token)
+        text = tail + piece + ("" if early else self._stream.pending)
+        self._tail = (tail + piece)[-self._kept :] if self._kept else ""
+        # A stop that ended within the tail was met before, or came too early.
+        return not early and any(text.find(stop, max(0, len(tail) - len(stop) + 1)) >= 0 for stop in self._texts)
 
 
 class StopTexts:
@@ -499,9 +500,13 @@ class StopTexts:
             if group
         ]
 
-    def met(self, token: int) -> bool:
-        """Whether one of the texts is complete with `token`, the next one of the completion."""
-        return any(watched.met(token) for watched in self._watched)
+    def met(self, token: int, early: bool = False) -> bool:
+        """Whether one of the texts is complete with `token`, the next one of the completion.
+
+        Args:
+            early: then no text counts that ends in what is known with it.
+        """
+        return any(watched.met(token, early) for watched in self._watched)
 
 
 def completion_text(codec: Codec, prompt: Sequence[int], tokens: Sequence[int]) -> str:

@@ -258,10 +258,6 @@ class RequestReader:
                 ids += parts
             else:
                 sequences.append(parts)
-        if sampling.min_tokens and (sequences or texts):
-            raise RequestError(
-                f"min_tokens goes with stops of one token alone, got {[*texts, *sequences][0]!r}; leave one of them out"
-            )
         ids = list(dict.fromkeys(ids))
         if len(ids) > MOST_STOPS:
             raise RequestError(

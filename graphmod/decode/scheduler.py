@@ -101,9 +101,10 @@ class Sequence:
         tokens, matcher = self.completion.tokens, self.matcher
         if matcher is not None and matcher.consume_token(token) and matcher.is_stopped():
             return True
-        if any(tokens[-len(stop) :] == stop for stop in self.stop_sequences):
+        early = len(tokens) <= self.sampling.min_tokens
+        if not early and any(tokens[-len(stop) :] == stop for stop in self.stop_sequences):
             return True
-        return self.stop_texts is not None and self.stop_texts.met(token)
+        return self.stop_texts is not None and self.stop_texts.met(token, early)
 
     def piece(self, start: int, end: int) -> Piece:
         """A part of its prompt."""

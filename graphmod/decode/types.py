@@ -225,7 +225,7 @@ class Sampling:
         presence_penalty: taken from the logits of tokens that are in the completion; -2 to 2.
         frequency_penalty: taken from those logits as often as the token is there; -2 to 2.
         logit_bias: token id -> number that is added to its logit, before the penalties.
-        min_tokens: tokens to generate at least: until then stops are no choice. With stops of one token alone.
+        min_tokens: tokens to generate at least: until then stops of one token are no choice, and others do not count.
         allowed_token_ids: the tokens that may be chosen; None allows all.
         bad_words: what must not come, also where it begins in the prompt: token ids, up to 1,024 sequences of up to
             16 token ids, or strings (if the engine was given a codec), with and without a space before them.

@@ -373,22 +373,28 @@ class StopCut:
     def __init__(self, stops: Sequence[str], ends: Sequence[str]) -> None:
         self._stops, self._ends = list(stops), [end for end in ends if end]
         self._longest = max(map(len, [*self._stops, *self._ends]), default=0)
-        self._held = ""
+        self._held, self._early = "", 0  # characters at its beginning that no stop may end in
         self.met = False
 
-    def add(self, piece: str) -> str:
-        """What is safe to send with this piece."""
+    def add(self, piece: str, early: bool = False) -> str:
+        """What is safe to send with this piece.
+
+        Args:
+            early: then no stop counts that ends in it.
+        """
         if self.met or not self._longest:
             return "" if self.met else piece
         self._held += piece
-        found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        self._early = len(self._held) if early else self._early
+        begins = [(stop, max(0, self._early - len(stop) + 1)) for stop in self._stops]
+        found = [place for stop, begin in begins if (place := self._held.find(stop, begin)) >= 0]
         if found:
             self.met = True
             sent, self._held = self._held[: min(found)], ""
             return sent
         first = max(0, len(self._held) - self._longest)
         safe = next((at for at in range(first, len(self._held)) if self._could_begin_at(at)), len(self._held))
-        sent, self._held = self._held[:safe], self._held[safe:]
+        sent, self._held, self._early = self._held[:safe], self._held[safe:], max(0, self._early - safe)
         return sent
 
     def _could_begin_at(self, place: int) -> bool:
@@ -411,6 +417,7 @@ class Answer:
         stops: texts that end it and are not part of it.
         scorer: of log-probabilities, if they are told too.
         reader: of calls of tools, if there may be some; without a scorer.
+        min_tokens: stops do not count that end in the text of so many tokens.
     """
 
     def __init__(
@@ -420,8 +427,9 @@ class Answer:
         stops: Sequence[str],
         scorer: Scorer | None,
         reader: CallReader | ArgumentReader | None = None,
+        min_tokens: int = 0,
     ) -> None:
-        self.reader = reader
+        self.reader, self._early = reader, min_tokens if stops else 0
         self._codec, self._scorer = codec, scorer
         self._names = {number: name for name, number in getattr(codec, "special", {}).items()}
         # The text has no special tokens: of a stop with some, only what is around them can be seen in it.
@@ -447,16 +455,26 @@ class Answer:
         stream = self._stream
         if isinstance(stream, TokenTexts):
             sent = ""
-            for token, logprob, likely in zip(tokens, logprobs, top or [[]] * len(tokens), strict=True):
+            for number, (token, logprob, likely) in enumerate(
+                zip(tokens, logprobs, top or [[]] * len(tokens), strict=True)
+            ):
                 self._values.append((logprob, likely))
-                sent += self._cut.add(self._scored_piece(*stream.add(token)))
+                sent += self._cut.add(self._scored_piece(*stream.add(token)), early=number < self._early)
         else:
-            piece = stream.add_all([one for one in tokens if one not in self._hidden] if self._hidden else tokens)
-            self._length += len(piece)
-            sent = self._cut.add(piece)
+            sent = ""
+            for token in tokens[: self._early]:  # one by one, as the engine does it, which agrees on where they end
+                sent += self._cut.add(self._plain_piece([token]), early=True)
+            sent += self._cut.add(self._plain_piece(tokens[self._early :]))
+        self._early = max(0, self._early - len(tokens))
         self._sent += len(sent)
         text, calls = (sent, []) if self.reader is None else self.reader.add(sent)
         return Piece(text, self._ready(), calls)
+
+    def _plain_piece(self, tokens: Sequence[int]) -> str:
+        assert isinstance(self._stream, TextStream)
+        piece = self._stream.add_all([one for one in tokens if one not in self._hidden] if self._hidden else tokens)
+        self._length += len(piece)
+        return piece
 
     def _scored_piece(self, piece: str, owns: list[TokenText]) -> str:
         assert self._scorer is not None

@@ -251,7 +251,7 @@ class Exchange:
             scorer, stops = self._scorer if asked.score else None, body.stop or []
             for ids in asked.prompts:
                 readers = [asked.reader() if asked.reader else None for _ in range(asked.n)]
-                self._answers += [Answer(codec, ids, stops, scorer, reader) for reader in readers]
+                self._answers += [Answer(codec, ids, stops, scorer, reader, body.min_tokens or 0) for reader in readers]
 
     async def _taken(self) -> None:
         """Returns once the engine has taken it, which it does between two steps. Raises ApiError."""

@@ -253,7 +253,7 @@ class _Request(Object):
     logit_bias: Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]] | None, BeforeValidator(_by_id)] = Field(
         None, description="token id to what is added to its logit, -100 to 100"
     )
-    min_tokens: int | None = Field(None, ge=0, lt=2**31, description="at least; not with `stop` of several tokens")
+    min_tokens: int | None = Field(None, ge=0, lt=2**31, description="at least; a stop before does not count")
     allowed_token_ids: list[TokenId] | None = Field(None, min_length=1, description="no others are chosen")
     bad_words: list[StopText] | None = Field(None, max_length=512, description="up to 512 texts that must not come")
     seed: int | None = Field(

@@ -262,6 +262,18 @@ def test_bad_words_may_be_texts_with_and_without_a_space_before_them(device):
     assert found.tokens == ids.tokens != plain.tokens and word not in found.text
 
 
+def test_stops_of_several_tokens_do_not_count_among_the_least(device):
+    model = tiny_model("llama", device, scale=1.5)
+    engine, prompt = DecodeEngine(model, max_batch_size=1, codec=ByteCodec()), [65, 66, 67]
+    (plain,) = engine.generate([prompt], max_new_tokens=NEW)
+    pair, word = plain.tokens[3:5], plain.text[3:5]
+    for stop in (pair, word):
+        for least in range(8):
+            (done,) = engine.generate([prompt], max_new_tokens=NEW, stop=[stop], min_tokens=least)
+            ends = [at + 2 for at in range(NEW - 1) if plain.tokens[at : at + 2] == pair and at + 2 > least]
+            assert done.tokens == plain.tokens[: min(ends, default=NEW)]
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -277,7 +289,6 @@ def test_bad_words_may_be_texts_with_and_without_a_space_before_them(device):
         ({"logit_bias": {VOCABULARY: 1}}, f"logit_bias must have token ids below {VOCABULARY}, got {VOCABULARY}"),
         ({"logit_bias": {"5": 1}}, f"logit_bias must have token ids below {VOCABULARY}, got '5'"),
         ({"min_tokens": 9, "max_new_tokens": 8}, "min_tokens must be 0 to the most tokens, 8, got 9"),
-        ({"min_tokens": 2, "stop": [[5, 6]]}, r"min_tokens goes with stops of one token alone, got \[5, 6\]"),
         ({"allowed_token_ids": []}, r"allowed_token_ids must be a list of at least one token id, got \[\]"),
         ({"allowed_token_ids": [-1]}, f"allowed_token_ids must have token ids below {VOCABULARY}, got -1"),
         ({"bad_words": "a"}, "bad_words must be a list, got 'a'"),

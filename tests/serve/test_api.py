@@ -199,7 +199,6 @@ WRONG = [
     ({"repetition_penalty": 0}, 400, "repetition_penalty", "must be above 0, got 0"),
     ({"min_p": 2}, 400, "min_p", "must be at most 1, got 2"),
     ({"min_tokens": 9, "max_tokens": 8}, 400, "min_tokens", "must be 0 to the most tokens, 8, got 9"),
-    ({"min_tokens": 2, "stop": "one two"}, 400, "min_tokens", "goes with stops of one token alone, got 'one two'"),
     ({"allowed_token_ids": []}, 400, "allowed_token_ids", "a list with at least 1 in it, got []"),
     ({"allowed_token_ids": [10**6]}, 400, "allowed_token_ids", "must have token ids below"),
     ({"bad_words": "a"}, 400, "bad_words", 'must be a list, got "a"'),

@@ -6,7 +6,7 @@ import pytest
 
 from graphmod.decode.types import Completion
 from graphmod.serve.api import Answer, Scorer, StopCut
-from graphmod.text import ByteCodec, TokenizerCodec, completion_text
+from graphmod.text import ByteCodec, StopTexts, TextStream, TokenizerCodec, completion_text
 from tests.support.made_tokenizers import KINDS, metaspace
 
 
@@ -106,3 +106,29 @@ def test_of_a_stop_with_a_special_token_nothing_is_sent_either():
     sent = [goes_on.add([token], [0.0]).text for token in tokens]
     done = Completion(0, 0, [ids["▁def"]], tokens, [0.0] * 3, "length")
     assert "".join(sent) + goes_on.end(done).text == completion_text(codec, [ids["▁def"]], tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(12))
+def test_stops_that_end_early_do_not_count_for_the_engine_nor_in_what_is_sent(kind, seed):
+    chance = random.Random(seed)
+    codec = TokenizerCodec(KINDS[kind]())
+    prompt, tokens = ([chance.randrange(len(codec.tokenizer)) for _ in range(length)] for length in (2, 24))
+    text, least = completion_text(codec, prompt, tokens), chance.randint(0, 16)
+    begins = [chance.randrange(len(text) + 1) for _ in range(3)]
+    stops = [stop for begin in begins if (stop := text[begin : begin + chance.randint(1, 4)])]
+    stream, watched = TextStream(codec, prompt), StopTexts(codec, stops, prompt)
+    early = len("".join(stream.add(token) for token in tokens[:least]))
+    met = (number for number, token in enumerate(tokens, 1) if watched.met(token, number <= least))
+    tokens = tokens[: next(met, len(tokens)) if stops else len(tokens)]
+    answer, left, sent = Answer(codec, prompt, stops, None, min_tokens=least), [*tokens], ""
+    if chance.random() < 0.3:
+        answer = Answer(codec, prompt, stops, Scorer(codec), min_tokens=least)
+    while left:
+        size = chance.randint(1, 8)
+        sent += answer.add(left[:size], [0.0] * len(left[:size])).text
+        left = left[size:]
+    sent += answer.end(Completion(0, 0, prompt, tokens, [0.0] * len(tokens), "stop")).text
+    text = completion_text(codec, prompt, tokens)
+    places = [text.find(stop, max(0, early - len(stop) + 1)) for stop in stops]
+    assert sent == text[: min([place for place in places if place >= 0], default=len(text))]
