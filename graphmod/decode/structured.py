@@ -87,10 +87,10 @@ class Grammars:
 
         given, tokenizer = json.loads(asked), self._tokenizer
         (form,) = given.keys() & STRUCTURES
-        value = {"type": "object"} if form == "json_object" else given[form]
+        value: Any = {"type": "object"} if form == "json_object" else given[form]
         try:
             if form in ("json", "json_object"):
-                spaces = {"whitespace_pattern": given.get("whitespace_pattern")}
+                spaces: Any = {"whitespace_pattern": given.get("whitespace_pattern")}
                 spaces |= {"whitespace_flexible": False} if "disable_any_whitespace" in given else {}
                 grammar = LLMatcher.grammar_from_json_schema(value, overrides=spaces)
             else:
