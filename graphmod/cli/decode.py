@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
@@ -21,7 +22,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import PreTrainedModel
 
 from graphmod.cli.prompts import OutputFile, Prompt, line_of, open_output
-from graphmod.cli.settings import GenerateConfig, ModelSource, Precision, ServeConfig
+from graphmod.cli.settings import GenerateConfig, ModelSource, Precision, ServeConfig, model_folder
 from graphmod.cli.start import OutputError, complain, end_at_once, say_plainly, show, tell
 from graphmod.config import CompileMode
 from graphmod.decode.engine import DecodeEngine
@@ -286,6 +287,10 @@ def _engine(config: ServeConfig, folder: Path) -> DecodeEngine:
     return engine
 
 
+def _other_weights(source: ModelSource, folder: Path) -> PreTrainedModel:
+    return load_weights(model_folder(str(folder)), None, _DTYPES[source.precision], setting="path ")
+
+
 def serve(config: ServeConfig, folder: Path, address: str, front: FrontProcess) -> int:
     """Serves the model in `folder` at an address, where `front` answers; returns the exit status. Raises GraphmodError
     where the model cannot be used, or the front has ended."""
@@ -298,7 +303,7 @@ def serve(config: ServeConfig, folder: Path, address: str, front: FrontProcess) 
             engine = _engine(config, folder)
         signals = _Signals(front.kill)
         with frozen_heap():
-            host.begin(engine)
+            host.begin(engine, partial(_other_weights, config.model))
             while not host.ready and signals.number is None:
                 host.tend(_TURN)
             if host.ready:

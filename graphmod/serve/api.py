@@ -37,6 +37,7 @@ _TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    409: "conflict_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "unavailable_error",
@@ -187,7 +188,8 @@ def asked_of(request: ChatRequest | CompletionRequest, codec: Codec, default_tok
     else:
         score, top = bool(request.logprobs), request.top_logprobs or 0
         most = request.max_completion_tokens or request.max_tokens or default_tokens
-        prompts, reader = [_chat(request, codec)], _reader(request, codec)
+        tools: Any = None if request.calls == "none" else request.tools
+        prompts, reader = [chat_tokens(codec, request.messages, tools)], _reader(request, codec)
     temperature, top_k, top_p = request.temperature, request.top_k, request.top_p  # None is the engine's default
     common = Sampling(
         temperature=0.0 if temperature is not None and temperature < _COLDEST else temperature,
@@ -213,7 +215,15 @@ def asked_of(request: ChatRequest | CompletionRequest, codec: Codec, default_tok
     return Asked(request, prompts, texts, request.n or 1, sampling, most, echo, score, reader)
 
 
-def _chat(request: ChatRequest, codec: Codec) -> list[int]:
+def chat_tokens(codec: Codec, messages: Any, tools: Any) -> list[int]:
+    """The prompt that a chat template makes.
+
+    Args:
+        messages, tools: dicts, as they were sent.
+
+    Raises:
+        ApiError: there is no chat template, or it refuses them.
+    """
     if not isinstance(codec, TokenizerCodec) or not codec.tokenizer.chat_template:
         raise ApiError(
             400,
@@ -222,8 +232,6 @@ def _chat(request: ChatRequest, codec: Codec) -> list[int]:
             "messages",
             "no_chat_template",
         )
-    messages: Any = request.messages  # dicts, as they were sent
-    tools: Any = None if request.calls == "none" else request.tools
     try:
         return codec.encode_as_is(codec.chat(messages, tools))
     except ChatError as error:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,10 +25,11 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 from starlette.types import Lifespan, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from graphmod import __version__
 from graphmod.decode.types import NO_TOKEN_LEFT, Completion, DecodeError, Run
 from graphmod.serve.api import (
     Answer,
@@ -39,14 +41,23 @@ from graphmod.serve.api import (
     Piece,
     Scorer,
     asked_of,
+    chat_tokens,
     refused,
     usage,
     wrong_field,
 )
-from graphmod.serve.schema import ChatRequest, CompletionRequest, StreamOptions
+from graphmod.serve.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Object,
+    StreamOptions,
+    TokenizeRequest,
+    UpdateRequest,
+)
 from graphmod.serve.service import EngineRequest, Refused, Remote, Service
 from graphmod.serve.settings import ServeSettings
-from graphmod.text import Codec
+from graphmod.text import Codec, TokenizerCodec
 
 # -- parts of an answer, and how a request is read ---------------------------------------------------------------------
 
@@ -150,6 +161,13 @@ def require_key(service: Service, request: Request) -> None:
     if key is None or (scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), key.encode())):
         return
     raise ApiError(401, "the API key is missing or wrong; send it as Authorization: Bearer KEY", code="invalid_api_key")
+
+
+def require_manager(service: Service, request: Request) -> None:
+    """Raises ApiError where the request may not manage the server."""
+    require_key(service, request)
+    if not service.settings.manage:
+        raise ApiError(403, f"{request.url.path} is for servers with serve.manage=true", code="not_managed")
 
 
 def require_model(service: Service, name: str | None) -> None:
@@ -434,6 +452,7 @@ class EventStream(Response):
 # -- the paths ---------------------------------------------------------------------------------------------------------
 
 PAGE = Path(__file__).parent / "page.html"
+_POLICY = {"content-security-policy": "default-src 'self' 'unsafe-inline'; img-src data:"}
 
 
 def make_app(service: Service, alive: Lifespan[Starlette]) -> Starlette:
@@ -466,10 +485,71 @@ def make_app(service: Service, alive: Lifespan[Starlette]) -> Starlette:
         text = service.metrics.text(await service.engine.counters())
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    async def tokenize(request: Request) -> Response:
+        require_key(service, request)
+        body = await _read(request, TokenizeRequest, service.settings.max_body_bytes)
+        require_model(service, body.model)
+        found = await asyncio.wrap_future(service.aside(partial(_tokenized, body, service.require_ready())))
+        return JSONResponse({**found, "max_model_len": service.engine.max_seq_len})
+
+    async def detokenize(request: Request) -> Response:
+        require_key(service, request)
+        body = await _read(request, DetokenizeRequest, service.settings.max_body_bytes)
+        require_model(service, body.model)
+        act = partial(_detokenized, body.tokens, service.require_ready())
+        return JSONResponse({"prompt": await asyncio.wrap_future(service.aside(act))})
+
+    async def manage(name: str, *given: Any) -> Response:
+        if not service.sleeping:
+            service.require_ready()
+        try:
+            await service.engine.act(name, *given)
+        except Refused as error:
+            raise ApiError(409, str(error), code="not_done") from None
+        return JSONResponse({"status": "done"})
+
+    async def sleep(request: Request) -> Response:
+        require_manager(service, request)
+        level = request.query_params.get("level", "1")
+        if level not in ("1", "2"):
+            raise ApiError(400, f"level must be 1 (graphs stay) or 2 (they go), got {level!r}", "level")
+        if not (before := service.sleeping):
+            service.require_ready()
+        service.sleeping = True  # from now on nobody is let in
+        try:
+            return await manage("sleep", level == "1")
+        except ApiError:
+            service.sleeping = before
+            raise
+
+    async def wake_up(request: Request) -> Response:
+        require_manager(service, request)
+        answer = await manage("wake_up")
+        service.sleeping = False
+        return answer
+
+    async def is_sleeping(request: Request) -> Response:
+        require_key(service, request)
+        return JSONResponse({"is_sleeping": service.sleeping})
+
+    async def reset_prefix_cache(request: Request) -> Response:
+        require_manager(service, request)
+        return await manage("reset_prefix_cache")
+
+    async def update_weights(request: Request) -> Response:
+        require_manager(service, request)
+        body = await _read(request, UpdateRequest, service.settings.max_body_bytes)
+        require_model(service, body.model)
+        return await manage("update_weights", body.path)
+
+    async def get_version(_: Request) -> Response:
+        return JSONResponse({"version": __version__})
+
+    async def get_docs(_: Request) -> Response:
+        return HTMLResponse(docs, headers=_POLICY)
+
     async def get_page(_: Request) -> Response:
-        return HTMLResponse(
-            page, headers={"content-security-policy": "default-src 'self' 'unsafe-inline'; img-src data:"}
-        )
+        return HTMLResponse(page, headers=_POLICY)
 
     async def on_api_error(_: Request, error: ApiError) -> Response:
         return error.response()
@@ -479,9 +559,7 @@ def make_app(service: Service, alive: Lifespan[Starlette]) -> Starlette:
             if "access-control-request-method" in request.headers:
                 return _not_from(request.headers.get("origin", ""))
             return Response(status_code=204, headers={"allow": f"{dict(error.headers or {})['Allow']}, OPTIONS"})
-        known = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /v1/models/NAME, GET /health, "
-        known += "GET /metrics, and a page to try it at GET /"
-        said = f"{request.method} {request.url.path} is not served; there are {known}"
+        said = f"{request.method} {request.url.path} is not served; there are {known}, and a page to try it at GET /"
         answer = ApiError(error.status_code, said).response()
         answer.headers.update(error.headers or {})
         return answer
@@ -491,15 +569,26 @@ def make_app(service: Service, alive: Lifespan[Starlette]) -> Starlette:
             500, f"the server has failed: {type(error).__name__}: {error}", code="internal_error"
         ).response()
 
-    routes: list[BaseRoute] = [
+    routes = [
         Route("/v1/chat/completions", post_chat, methods=["POST"]),
         Route("/v1/completions", post_completion, methods=["POST"]),
         Route("/v1/models", get_models),
         Route("/v1/models/{name:path}", get_model),
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/detokenize", detokenize, methods=["POST"]),
         Route("/health", get_health),
         Route("/metrics", get_metrics),
-        Route("/", get_page),
+        Route("/version", get_version),
+        Route("/docs", get_docs),
+        Route("/sleep", sleep, methods=["POST"]),
+        Route("/wake_up", wake_up, methods=["POST"]),
+        Route("/is_sleeping", is_sleeping),
+        Route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
+        Route("/update_weights", update_weights, methods=["POST"]),
     ]
+    known = ", ".join(_shown(route) for route in routes)
+    docs = docs_page(routes)
+    routes.append(Route("/", get_page))
     handlers: dict[Any, Any] = {ApiError: on_api_error, HTTPException: on_http_error, Exception: on_error}
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=alive)
     if origins := service.settings.cors_origins:
@@ -511,6 +600,51 @@ def make_app(service: Service, alive: Lifespan[Starlette]) -> Starlette:
             expose_headers=["Retry-After"],
         )
     return app
+
+
+def _shown(route: Route) -> str:
+    method = "POST" if "POST" in (route.methods or ()) else "GET"
+    return f"{method} {route.path.replace('{name:path}', 'NAME')}"
+
+
+_REQUESTS: dict[str, type[Object]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+    "/update_weights": UpdateRequest,
+}
+
+
+def docs_page(routes: list[Route]) -> str:
+    """The paths, and the fields of their requests, as a page."""
+    found = ["<!doctype html><meta charset=utf-8><title>graphmod</title><h1>Paths</h1>"]
+    for route in routes:
+        found.append(f"<h2>{_shown(route)}</h2>")
+        if (kind := _REQUESTS.get(route.path)) is not None:
+            fields = [(name, escape(field.description or "")) for name, field in kind.fields().items()]
+            found.append(f"<table>{''.join(f'<tr><td>{name}<td>{said}' for name, said in fields)}</table>")
+    return "".join(found)
+
+
+def _tokenized(body: TokenizeRequest, codec: Codec) -> dict[str, Any]:
+    if body.messages is not None:
+        tokens = chat_tokens(codec, body.messages, body.tools)
+    else:
+        as_is = getattr(codec, "encode_as_is", codec.encode)
+        tokens = (as_is if body.add_special_tokens is False else codec.encode)(body.prompt or "")
+    names = None
+    if body.return_token_strs:
+        names = codec.tokenizer.convert_ids_to_tokens(tokens) if isinstance(codec, TokenizerCodec) else None
+        names = names or [codec.decode([token]) for token in tokens]
+    return {"count": len(tokens), "tokens": tokens, "token_strs": names}
+
+
+def _detokenized(tokens: list[int], codec: Codec) -> str:
+    try:
+        return codec.decode(tokens, **({"special_tokens": True} if isinstance(codec, TokenizerCodec) else {}))
+    except (IndexError, OverflowError, TypeError, ValueError) as error:
+        raise ApiError(400, f"tokens hold an id that the tokenizer does not have: {error}", "tokens") from None
 
 
 class _Cors(CORSMiddleware):

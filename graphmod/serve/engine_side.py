@@ -21,7 +21,8 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,8 @@ from graphmod.errors import ConfigError, GraphmodError
 from graphmod.serve.settings import ServeSettings
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from graphmod.decode.engine import DecodeEngine
 
 log = logging.getLogger("graphmod")
@@ -386,11 +389,19 @@ class Host:
         self._work, self._control = Line(work), Line(control)
         self._engine: DecodeEngine | None = None
         self._thread: EngineThread | None = None
+        self._load: Callable[[Path], PreTrainedModel] | None = None
+        self._worker = ThreadPoolExecutor(1, "graphmod-manage")
+        self._acts: dict[int, Future[None]] = {}
         self.ready = False
         self.left: int | None = None
 
-    def begin(self, engine: DecodeEngine) -> None:
-        """Steps this engine for the front from now on."""
+    def begin(self, engine: DecodeEngine, load: Callable[[Path], PreTrainedModel] | None = None) -> None:
+        """Steps this engine for the front from now on.
+
+        Args:
+            load: reads a model from a folder, for its weights.
+        """
+        self._load = load
         self._engine, self._thread = engine, EngineThread(engine, self._work)
         self._thread.start()
         self._control.send(("begin", engine.config.max_batch_size, engine.max_seq_len))
@@ -406,14 +417,54 @@ class Host:
             if kind == "counters":
                 assert self._engine is not None
                 self._control.send(("counters", _counters(self._engine)))
+            elif kind == "act":
+                number, name, *more = given
+                self._acts[number] = self._worker.submit(getattr(self, f"_{name}"), *more)
             elif kind == "ready":
                 self.ready = True
             elif kind == "left":
                 (self.left,) = given
             elif kind == "unusable":
                 raise ConfigError(given[0])
+        for number in [number for number, act in self._acts.items() if act.done()]:
+            error = self._acts.pop(number).exception()
+            if error is not None and not isinstance(error, GraphmodError):
+                log.error("what a client asked for could not be done", exc_info=error)
+            self._control.send(("acted", number, None if error is None else str(error)))
         if self._control.ended:
             raise FrontLost
+
+    # -- what clients may ask for that may manage the server, in a thread: it may take long -------------------------
+
+    def _sleep(self, keeps_graphs: bool) -> None:
+        assert self._engine is not None
+        self._engine.suspend("graphs" if keeps_graphs else "none")
+
+    def _wake_up(self) -> None:
+        assert self._engine is not None
+        self._engine.resume()
+
+    def _reset_prefix_cache(self) -> None:
+        assert self._engine is not None
+        with self._engine.pause():  # what is in the cache is forgotten by its end
+            pass
+
+    def _update_weights(self, folder: str) -> None:
+        engine = self._engine
+        assert engine is not None
+        if self._load is None:
+            raise ConfigError("this server cannot read weights")
+        own, new = engine.model.state_dict(), self._load(Path(folder)).state_dict()
+        for name in own.keys() | new.keys():
+            shapes = [tuple(one[name].shape) if name in one else None for one in (own, new)]
+            if shapes[0] != shapes[1]:
+                raise ConfigError(
+                    f"{folder} has other weights than the model that is served: {name} has shape {shapes[1]} there and "
+                    f"{shapes[0]} here; give the folder of the same model with other weights"
+                )
+        with engine.pause():
+            for name, weight in own.items():
+                weight.copy_(new[name])
 
     def drain(self) -> None:
         """Has the front refuse requests from now on; those that run go on."""
@@ -425,6 +476,7 @@ class Host:
         Args:
             timeout: seconds for the engine to end it, and to tell who waits.
         """
+        self._worker.shutdown(wait=False, cancel_futures=True)
         if self._thread is not None:
             self._thread.close(timeout)
         self._work.close()

@@ -522,3 +522,37 @@ class CompletionRequest(_Request):
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise _refusal("unsupported_field", "is not supported by this server; leave it out", "best_of")
         return self
+
+
+class _OfTokens(Object):
+    model: str | None = Field(None, description="the name of the model that is served")
+
+
+class TokenizeRequest(_OfTokens):
+    """Of `/tokenize`."""
+
+    refused = {"add_generation_prompt": (True,), "continue_final_message": (False,), "chat_template": ()}
+
+    prompt: str | None = Field(None, description="a text, or")
+    messages: list[Annotated[Message, WrapValidator(_as_sent)]] | None = Field(None, description="those of a chat")
+    tools: list[Annotated[ToolDefinition, WrapValidator(_as_sent)]] | None = Field(None, description="of the chat")
+    add_special_tokens: bool | None = Field(None, description="false: of a text, none of those that begin a prompt")
+    return_token_strs: bool | None = Field(None, description="tell the tokens' names, too")
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise _refusal("unsupported_field", "or messages must be given, and not both", "prompt")
+        return self
+
+
+class DetokenizeRequest(_OfTokens):
+    """Of `/detokenize`."""
+
+    tokens: list[TokenId] = Field(description="token ids")
+
+
+class UpdateRequest(_OfTokens):
+    """Of `/update_weights`."""
+
+    path: str = Field(min_length=1, description="a folder that the server can read, as `model.path` is")

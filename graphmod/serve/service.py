@@ -177,6 +177,7 @@ class Remote:
         self._requests: dict[int, EngineRequest] = {}
         self._numbers = itertools.count()
         self._asked: deque[Future[dict[str, float] | None]] = deque()
+        self._acts: dict[int, Future[str | None]] = {}
         self._work = Wire(self._heard_of_work, self._gone)
         self._control = Wire(self._heard_of_control, self._gone)
 
@@ -229,6 +230,14 @@ class Remote:
             return await asyncio.wait_for(asyncio.wrap_future(asked), _COUNTERS_SECONDS)
         return None
 
+    async def act(self, name: str, *given: Any) -> None:
+        """Has something done there. Raises Refused where it cannot be done."""
+        number, done = next(self._numbers), Future[str | None]()
+        self._acts[number] = done
+        self.tell_control("act", number, name, *given)
+        if (said := await asyncio.wrap_future(done)) is not None:
+            raise Refused(said)
+
     # -- what comes from the engine's process --------------------------------------------------------------------------
 
     def _heard_of_work(self, news: list[tuple[Any, ...]]) -> None:
@@ -278,6 +287,9 @@ class Remote:
             asked = self._asked.popleft()
             if not asked.done():
                 asked.set_result(*given)
+        elif kind == "acted":
+            number, said = given
+            self._acts.pop(number).set_result(said)
         else:
             self._told(kind, *given)
 
@@ -285,6 +297,8 @@ class Remote:
         self._ended, self.error = True, self.error or "its process has ended"
         for number in [*self._requests]:
             self._end(number, DecodeError(self.error))
+        while self._acts:
+            self._acts.popitem()[1].set_result(self.error)
         self._lost()
 
 
@@ -356,6 +370,7 @@ class Service:
         admission: what has been let in.
         metrics: for Prometheus.
         created: when the server began, in seconds since 1970.
+        sleeping: whether the engine has no memory now.
     """
 
     def __init__(self, settings: ServeSettings, name: str, engine: Remote) -> None:
@@ -364,7 +379,7 @@ class Service:
         self.codec: Codec | None = None
         self.admission = Admission(0, settings.max_waiting)
         self.metrics = Metrics()
-        self._draining = False
+        self._draining = self.sleeping = False
         # One thread, as tokenizers may not be used by several at a time.
         self._worker = ThreadPoolExecutor(1, "graphmod-serve")
 
@@ -390,7 +405,7 @@ class Service:
             return f"the engine has failed: {self.engine.error}"
         if self.codec is None:
             return "the model is being loaded"
-        return None
+        return "the engine sleeps; POST /wake_up" if self.sleeping else None
 
     @property
     def chats(self) -> bool:

@@ -16,6 +16,7 @@ class ServeSettings:
         port: 0 takes any free one, and says which.
         api_key: what clients have to send as `Authorization: Bearer KEY`; null asks for none.
         model_name: what requests call the model; null takes the name of the folder in `model.path`.
+        manage: let clients put the engine to sleep, empty its cache and change its weights.
         cors_origins: whose pages browsers let read answers, such as http://localhost:3000; "*" is all pages, and none
             those of this server alone.
         max_waiting: completions that may wait for a row of the batch; what comes on top gets 429.
@@ -31,6 +32,7 @@ class ServeSettings:
     port: int = 8000
     api_key: str | None = None
     model_name: str | None = None
+    manage: bool = False
     cors_origins: list[str] = field(default_factory=list)
     max_waiting: int = 256
     max_body_bytes: int = 4_000_000

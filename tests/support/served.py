@@ -65,6 +65,8 @@ class Served:
         engine: settings of the engine.
     """
 
+    load = None  # reads a model from a folder, for other weights
+
     def __init__(self, model, words, settings=None, **engine):
         self.engine = self.engine_of(model, words, keep_prefixes=True, **engine)
         listening = bound("127.0.0.1", 0)
@@ -93,7 +95,7 @@ class Served:
         return self
 
     def begin(self):
-        self.host.begin(self.engine)
+        self.host.begin(self.engine, self.load)
         while not self.host.ready:
             self.host.tend(1)
         self._tending.start()
