@@ -629,6 +629,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "gpus": (gpus, ("parallel",)),
     "parallel": (parallel, ("parallel",)),
     "parallel h100": (parallel, ("parallel_h100",)),
+    "parallel 4": (parallel, ("parallel_4",)),
     "parallel summary": (parallel_summary, ("parallel",)),
     "estimate": (estimates, ("parallel",)),
     "decode": (decode, ("decode",)),
