@@ -11,10 +11,9 @@ import pytest
 import torch
 
 import tests.support.without_waits  # noqa: F401
-from graphmod.cli.app import parse
 from graphmod.train.step import TrainStep
 from tests.support import stream_rules
-from tests.support.settings import TINY, composed, parsed
+from tests.support.settings import TINY, parsed
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job in the background, whose children would have it too
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -82,7 +81,7 @@ def quiet():
 @pytest.fixture
 def settings():
     """`settings("train.steps=5")` is the checked RunConfig for these overrides; `tiny` ones come first with `TINY`."""
-    return lambda *overrides: parse(composed(*overrides))
+    return parsed
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from pathlib import Path
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
+from hydra.types import RunMode
 from omegaconf.errors import OmegaConfBaseException
 
 from graphmod.cli.app import TRAIN, parse
@@ -55,6 +56,7 @@ def filled(*overrides: str):
     try:
         readable = TRAIN.readable(list(overrides))
         asked = {one.get_key_element(): one for one in OverridesParser.create().parse_overrides(readable)}
+        ConfigLoaderImpl.validate_sweep_overrides_legal([*asked.values()], RunMode.RUN, from_shell=True)
         single = {key for key in asked if "." in key}
         config = copy.deepcopy(chosen(*(asked[key].input_line for key in asked if key not in single)))
         ConfigLoaderImpl._apply_overrides_to_config([asked[key] for key in asked if key in single], config)

@@ -13,13 +13,13 @@ from graphmod.cli.train import main
 from graphmod.errors import ConfigError
 from graphmod.train.folders import job_folder
 from graphmod.train.settings import Precision, RunConfig, Scope
-from tests.support.settings import ROOT, composed
+from tests.support.settings import ROOT, composed, filled, parsed
 
 
 def complaint(*overrides: str) -> str:
     """The error a user sees for these overrides."""
     with pytest.raises(ConfigError) as caught:
-        parse(composed(*overrides))
+        parsed(*overrides)
     return str(caught.value)
 
 
@@ -29,6 +29,11 @@ def test_the_default_config_is_valid_and_typed(settings):
     assert config.graph.scope is Scope.full_iteration
     assert config.train.precision is Precision.fp32
     assert config.optim.learning_rate == pytest.approx(3e-3)
+
+
+def test_filling_in_single_settings_gives_what_hydra_composes():
+    given = ["model=gpt2_tiny", "graph=none", "train.steps=5", "data.buckets=[8,16]", "train.sample_prompt=a, b"]
+    assert filled(*given) == composed(*given)
 
 
 CHOICES = [path for path in sorted(CONFIGS.glob("*/*.yaml")) if path.parent.name != "decode" != path.stem]
