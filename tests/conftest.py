@@ -35,6 +35,18 @@ def pytest_collection():
         gc.enable()
 
 
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """One more than there are cores: many tests wait, for a process, a socket, or a disk."""
+    return (yield) + 1
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish() -> None:
+    """The process ends: pytest and Python would look through all that is left eight times more."""
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="no CUDA device")
