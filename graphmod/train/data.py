@@ -32,6 +32,7 @@ import numpy as np
 import tokenizers
 import torch
 import transformers
+from numpy.typing import ArrayLike
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -863,8 +864,9 @@ def _tokenized(files: list[Path], data: DataConfig, codec: TokenizerCodec) -> tu
     return flattened(pieces(codec, texts), partial(encode_pieces, codec))
 
 
-def _starts(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *lengths[:-1]], dtype=torch.int64).cumsum(0)
+def _starts(lengths: ArrayLike) -> Tensor:
+    ends = np.cumsum(lengths, dtype=np.int64)
+    return torch.from_numpy(np.concatenate(([0], ends[:-1])))
 
 
 def _as_bytes(pieces: Iterator[bytes]) -> tuple[Tensor, Tensor]:
@@ -881,8 +883,7 @@ def _synthetic(data: DataConfig, model: ModelConfig, seed: int) -> Corpus:
     rng = np.random.default_rng([seed, vocab])
     tokens = rng.integers(0, vocab, count, dtype=np.int32)
     # Documents of all lengths up to that of a window, so that buckets and packing have something to do.
-    lengths = rng.integers(2, data.seq_len + 2, count // 2).tolist()
-    starts = _starts(lengths)
+    starts = _starts(rng.integers(2, data.seq_len + 2, count // 2))
     description = f"{count:,} random tokens of {vocab:,}"
     return Corpus(torch.from_numpy(tokens), vocab, None, description, starts[starts < count - 1], data.seq_len)
 

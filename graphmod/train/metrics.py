@@ -70,14 +70,14 @@ class TensorBoardLogger(Logger):
 
     def __init__(self, folder: Path, settings: dict[str, Any], before: int | None) -> None:
         # Each library is loaded only where it is used.
-        from omegaconf import OmegaConf
+        import yaml
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
         # At the start, too: what was killed in this folder before it had saved anything left points of the same steps.
         self._writer = SummaryWriter(str(folder), purge_step=0 if before is None else before + 1)
         if before is None:
-            text = OmegaConf.to_yaml(OmegaConf.create(settings))
+            text = yaml.safe_dump(settings, allow_unicode=True, sort_keys=False)
             self._writer.add_text("config", "```yaml\n" + text + "\n```")
         experiment, start, self._end = hparams(by_full_name(settings), dict.fromkeys(_RESULTS))
         assert self._writer.file_writer is not None
