@@ -320,7 +320,7 @@ def capture(context: Context, entry: Entry, call: Call, recording: Recording, ta
         communicates = captured() if recording.communicates else contextlib.nullcontext()
         with context.own_casts(entry), communicates:
             state = graph.capture(call)
-        graph.launch_first()
+        graph.launch_first(call.leaves)
     except LateRanks:
         raise
     except CutShort as cut:

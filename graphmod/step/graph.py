@@ -115,7 +115,8 @@ class StepGraph:
 
         def check(recorder: Follower, result: Flat) -> None:
             reason = passed.changed() or passed.returned(result)
-            reason = reason or unlike_eager(self.inputs, self.given(call.leaves), recorder)
+            writes_back = parts is None and not recording.differentiable
+            reason = reason or unlike_eager(self.inputs, self.given(call.leaves), recorder, writes_back)
             if any(id(place.note.owner) in self.stand_ins for place in guards.carried):
                 reason = reason or "gives other memory to a parameter in whose place the capture has a view"
             if reason is not None:
@@ -168,8 +169,10 @@ class StepGraph:
         self._grads_after = [(p, lend(p, grad, seen.made, entry) if grad is not None else None) for p, grad in left]
         self._written = [t for t in seen.written.values() if not t.is_inference()]
         self._changed = seen.written.keys() | seen.inputs_written  # no argument that is copied may lie there
-        given_at = [0 if tensor.is_inference() else address(tensor) for tensor in given]
-        self._arguments_written = [i for i, where in enumerate(given_at) if where in seen.inputs_written]
+        written = [(i, one) for i, one in enumerate(self.inputs) if address(one.tensor) in seen.inputs_written]
+        self._arguments_written = [i for i, one in written if one.buffer is None and not one.tensor.is_inference()]
+        self._back = [(i, one.tensor) for i, one in written if one.buffer is not None]
+        self._read_at = frozenset(seen.outside) if self._back else frozenset()
         self.random = seen.random
         self.advanced = list(seen.advanced.values()) if self.results.with_grad else []
         # Gradients that it leaves behind lie in the pool and may be accumulated into by whoever runs instead; its own
@@ -239,6 +242,10 @@ class StepGraph:
             for index, _ in self._copied:
                 if address(leaves[index]) in self._changed:
                     return f"it changes memory that {self.inputs[index].name} shares"
+        given_at = list(map(address, leaves)) if self._back else []
+        for index, _ in self._back:
+            if given_at[index] in self._read_at or given_at.count(given_at[index]) > 1:
+                return f"it changes memory that {self.inputs[index].name} shares"
         for arena in self.context.group.arenas:  # a buffer may serve graphs of several
             if arena.in_flight:
                 for index, buffer in self._copied:
@@ -282,15 +289,15 @@ class StepGraph:
         for _, buffer in self._copied:
             buffer.forget()
 
-    def launch_first(self) -> None:
-        """Replays for the first time, which gives the results of the call that was captured, and takes its place on the
-        tape."""
+    def launch_first(self, leaves: list[Tensor]) -> None:
+        """Replays for the first time, which gives the results of the call that was captured, with these tensor
+        arguments, and takes its place on the tape."""
         self.before = self.graph.before(self.advanced) if self.advanced else None
         if self.parts is None:
-            self.launch()
+            self.graph.replay()
         else:
             self.parts.launch_last()
-            self._after()
+        self._after(leaves)
         self.index = self.tape.append(self)
 
     def replay(self, leaves: list[Tensor]) -> None:
@@ -306,9 +313,9 @@ class StepGraph:
         return self.parts is not None and self.parts.began
 
     def launch(self) -> None:
-        """Replays all of it, once more or for the call that was captured."""
+        """Replays all of it once more, with the arguments of the call that was captured."""
         self.graph.replay()
-        self._after()
+        self._after([one.tensor for one in self.inputs])
 
     def launched(self, leaves: list[Tensor]) -> None:
         """Its graph was replayed in the place of a call with these tensor arguments."""
@@ -364,14 +371,17 @@ class StepGraph:
             )
         self.graph, self.starts_early = captured, False
 
-    def _after(self, leaves: list[Tensor] | None = None) -> None:
-        """Does what the captured Python code did to gradients and version counters; `leaves` are the call's tensor
-        arguments, if it had others than the call before."""
+    def _after(self, leaves: list[Tensor]) -> None:
+        """Does what the captured code did to gradients, version counters, and those of the call's tensor arguments that
+        were copied."""
         leave_behind(self._grads_after, self.entry.copies_out)
         if self._written:
             torch.autograd.graph.increment_version(self._written)
         for index in self._arguments_written:
-            torch.autograd.graph.increment_version(self.inputs[index].tensor if leaves is None else leaves[index])
+            torch.autograd.graph.increment_version(leaves[index])
+        given = self.given(leaves)
+        for index, memory in self._back:
+            given[index].detach().copy_(memory)
 
 
 class _Before:

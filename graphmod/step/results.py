@@ -6,6 +6,7 @@ into one is seen in the other, and so it must be after a replay.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from graphmod.errors import CaptureRefused
 from graphmod.guards.changes import bound_anew
 from graphmod.guards.guards import put
 from graphmod.guards.notes import Note, Notes
+from graphmod.guards.values import Data
 from graphmod.signature.call import Flat
 from graphmod.signature.flattening import Content, Leaf, Opaque, Unrepeatable, parts, rebuild
 from graphmod.signature.signature import attributes_of, unusual
@@ -131,21 +133,22 @@ def bind(notes: Notes, result: Flat, recorder: Recorder) -> tuple[list[Note], Fl
     of its own, as it hands out results. With these, its result together with what is there now.
 
     A place may have been read before (`self.mean = 0.9 * self.mean + x.mean()`): then what is there is an argument more
-    of each replay. Not so where the call itself wrote into it or asked which object it is, a backward may come that
-    needs it, or a value that is read on the host depends on it.
+    of each replay. Not so where the call asked which object it is, a backward may come that needs it, or a value that
+    is read on the host depends on it.
     """
     if top_saved_tensors_hooks(True) is not None:  # a checkpoint that makes the call again binds once more
         return [], result
     returned = set(map(id, result.leaves))
     reads = None if recorder.host_draws is None else recorder.host_draws.given
+    needed = reads.depends_on if reads else set()
     keys = {address(note.key) for note in notes.notes.values() if isinstance(note.key, Tensor)}
-    fixed = recorder.written.keys() | notes.told_apart | keys | (reads.depends_on if reads else set())
-    places = [
-        note
-        for note in bound_anew(notes)
-        if not (note.read and (result.differentiable or note.where_it_lay in fixed))
-        and _can_be_bound(note.now(), notes, returned, recorder.backward)
-    ]
+
+    def is_fixed(note: Note) -> bool:
+        told_apart = not isinstance(note.container, Data) and note.where_it_lay in notes.told_apart | keys
+        return note.read and (bool(result.differentiable) or note.where_it_lay in needed or told_apart)
+
+    can = functools.partial(_can_be_bound, notes=notes, returned=returned, backward=recorder.backward)
+    places = [note for note in bound_anew(notes) if not is_fixed(note) and can(note.now())]
     return places, Flat(result.value, [note.now() for note in places]) if places else result
 
 

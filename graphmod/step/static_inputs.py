@@ -147,18 +147,22 @@ def without_history(tensor: Tensor) -> Tensor:
     return made.requires_grad_(tensor.requires_grad)
 
 
-def unlike_eager(inputs: list[StaticInput], sources: list[Tensor], recorder: Follower) -> str | None:
+def unlike_eager(inputs: list[StaticInput], sources: list[Tensor], recorder: Follower, writes_back: bool) -> str | None:
     """Why what was captured is not what the code does with the caller's own tensors; None if it is.
 
     Args:
         sources: those, for which the inputs stand.
+        writes_back: whether what is written into a copy is written into the caller's tensor after a replay.
     """
+    given_at = list(map(address, sources))
     changed = (recorder.written.keys() | recorder.inputs_written) - {0}
     for static, source in zip(inputs, sources, strict=True):
         where, copied = address(static.tensor), static.buffer is not None
-        if where in recorder.inputs_written and (copied or static.tensor.requires_grad):
+        written, source_at = where in recorder.inputs_written, address(source)
+        if written and (static.tensor.requires_grad or (copied and not writes_back)):
             return f"changes its argument {static.name} in place; make it change a copy"
-        if copied and where in recorder.read and address(source) in changed:
+        shared = source_at in recorder.outside or given_at.count(source_at) > 1
+        if copied and where in recorder.read and (source_at in changed or (written and shared)):
             return f"changes memory that its argument {static.name} shares; pass a copy of it"
     for static in inputs:
         grad = static.tensor.grad if static.tensor.is_leaf else None

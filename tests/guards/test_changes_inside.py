@@ -79,8 +79,8 @@ CHANGES = {
     "thread's": ("T = threading.local(); T.n = 0", "T.n += 1; h = h * T.n", "T.n"),
     "mode": ("M = nn.Dropout(0.5)", "M.train(not M.training); h = h * (2 if M.training else 3)", "M.training"),
     "requires_grad": ("M = linear()", "M.requires_grad_(not M.weight.requires_grad)", "M.weight.requires_grad"),
-    "attribute set to a new tensor, and the old one changed": (
-        "S = Holder(); S.t = full(1.0)", "S.t.mul_(1.5); h = h * S.t; S.t = h.mean(0)", "S.t.tolist()"
+    "attribute set to a new tensor, and the old one told apart": (
+        "S = Holder(); S.t = full(1.0)", "h = h * (2 if S.t is h else 3); S.t = h.mean(0)", "S.t.tolist()"
     ),
     "parameter exchanged": (
         "M = linear()", "M.weight = nn.Parameter(M.weight.detach() * 0.5); h = M(h)", "M.weight.tolist()"
@@ -175,6 +175,9 @@ BOUND = {
     ),
     "data by setattr": ("L = [full(2.0)]", "[setattr(p, 'data', p.data * 0.5) for p in L]", "L[0].tolist()"),
     "data of parameters": ("M = linear()", "for p in M.parameters(): p.data = p.data * 0.5", "M.weight.tolist()"),
+    "attribute set to a new tensor, and the old one changed": (
+        "S = Holder(); S.t = full(1.0)", "S.t.mul_(1.5); h = h * S.t; S.t = h.mean(0)", "S.t.tolist()"
+    ),
     "a slot that was read": ("S = Slotted(full(1.0))", "S.scale = S.scale + h.mean(0)", "S.scale.tolist()"),
     "a global that was read": ("T = full(1.0)", "global T; T = T * h.mean(0)", "T.tolist()"),
     "one of a class that was read": ("class C:\n    t = full(1.0)", "C.t = C.t + h.mean(0)", "C.t.tolist()"),
@@ -311,7 +314,7 @@ def test_what_a_call_leaves_as_it_was_is_captured(name, device):
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
-        ("attribute set to a new tensor, and the old one changed", "change it in place (copy_, add_)"),
+        ("attribute set to a new tensor, and the old one told apart", "change it in place (copy_, add_)"),
         ("bound to an object of C", "bind tensors instead"),
         ("bound to a tensor whose backward may come", "bind it detached"),
     ],

@@ -1,11 +1,14 @@
-"""An argument whose memory was rewritten or exchanged between two calls is read anew."""
+"""An argument whose memory was rewritten or exchanged between two calls is read anew; what a call writes there itself,
+its replays write."""
+
+import contextlib
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from graphmod import graph_layers
+from graphmod import CUDAGraphModule, graph_layers
 from tests.support.harness import config, layered, loss_of, mlp, twins, wrapped
 
 MEMORY = {
@@ -125,3 +128,95 @@ def test_layers_of_one_forward_share_the_copy_of_a_mask(device):
     assert all(graph.stats.replays for graph in graphs)
     # The input, the mask and the gradient of the sum, once in each forward and backward.
     assert copied[-1] - copied[-2] <= 2 * 3 * mask.nbytes
+
+
+# -- arguments that the call itself writes -----------------------------------------------------------------------------
+def out(x, into):
+    return torch.mul(x, 2, out=into)
+
+
+def in_part(x, into):
+    into[1:] = x[1:]
+    return into[:2]
+
+
+def as_state(x, into):
+    into.mul_(0.9).add_(x)
+    return x - into
+
+
+def reads_it_before(x, into):
+    result = x * 2 if into.sum() > 0 else x * 3
+    into.copy_(x)
+    return result
+
+
+WRITTEN = [out, in_part, as_state, reads_it_before]
+
+
+def drawn(call, device):
+    return torch.randn(2, 4, generator=torch.Generator().manual_seed(call)).to(device)
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.inference_mode])
+@pytest.mark.parametrize("layout", ["whole", "part", "turned"])
+@pytest.mark.parametrize("use", WRITTEN, ids=lambda use: use.__name__)
+def test_what_a_call_writes_into_its_arguments_is_written_by_replays(use, layout, mode, device):
+    graphed = CUDAGraphModule(use, config())
+    seen: list[list] = [[], []]
+    for which, call in enumerate((use, graphed)):
+        given = [drawn(k, device) for k in range(3)]  # which come again, as they were left
+        for k in range(12):
+            into = given[k % 3]
+            x, into = drawn(100 + k, device), {"whole": into, "part": into[:, 1:3], "turned": into.t()}[layout]
+            x = x if layout == "whole" else x[:, 1:3].contiguous() if layout == "part" else x.t().contiguous()
+            version = into._version
+            with mode():
+                result = call(x, into)
+            assert into._version > version and (result is into or use is not out)
+            seen[which] += [result.tolist(), *(one.tolist() for one in given)]
+    assert seen[0] == seen[1]
+    assert graphed.stats.replays > 2 and not graphed.stats.failures, graphed.last_failure
+
+
+def test_a_view_of_a_written_argument_that_is_returned_is_one(device):
+    graphed = CUDAGraphModule(in_part, config())
+    for k in range(8):
+        into = torch.zeros(2, 4, device=device)
+        graphed(drawn(k, device), into).fill_(7)
+        assert into.tolist() == [[7.0] * 4] * 2
+    assert graphed.stats.replays
+
+
+def test_an_argument_that_shares_what_is_written_makes_a_call_eager(device):
+    def run(x, into):
+        into.add_(1)
+        return x * 2
+
+    graphed = CUDAGraphModule(run, config())
+    for k in range(10):
+        one, other = drawn(k, device).flatten(), drawn(k, device).flatten()
+        shared = k > 5
+        x, into = (one[:6], one[2:]) if shared else (one[:6], drawn(k, device).flatten()[2:])
+        y, onto = (other[:6], other[2:]) if shared else (other[:6], drawn(k, device).flatten()[2:])
+        assert torch.equal(run(x, into), graphed(y, onto)) and torch.equal(into, onto) and torch.equal(x, y)
+    assert graphed.stats.replays == 4 and "shares" in graphed.last_failure
+
+
+def test_memory_from_outside_that_is_a_written_argument_makes_a_call_eager(device):
+    def made():
+        held = torch.zeros(4, device=device)
+
+        def run(x, into):
+            into.add_(x)
+            return held + x
+
+        return run, held
+
+    (eager, held), (graphed, kept) = made(), made()
+    graphed = CUDAGraphModule(graphed, config())
+    for k in range(10):
+        x = drawn(k, device)[0]
+        one, other = (held, kept) if k > 5 else (torch.zeros(4, device=device), torch.zeros(4, device=device))
+        assert torch.equal(eager(x, one), graphed(x, other)) and torch.equal(held, kept) and torch.equal(one, other)
+    assert graphed.stats.replays == 4 and "shares" in graphed.last_failure

@@ -392,7 +392,13 @@ def bounds_weights_after_an_update(device):
             parameter.data = parameter.data.clamp(-0.1, 0.1)
         return net(x).detach()
 
-    return step, lambda: list(net.parameters())
+    held = []
+
+    def state():  # the old memory was updated, too
+        held.extend(parameter.data for parameter in net.parameters())
+        return list(held)
+
+    return step, state
 
 
 def doubles_its_memory(device):
@@ -408,15 +414,14 @@ def doubles_its_memory(device):
 CARRIED = [
     averages_a_loss, keeps_a_statistic_in_a_buffer, keeps_a_variable, counts_in_items, exchanges_two,
     returns_what_was_there, keeps_its_argument, begins_with_nothing, is_changed_outside, descends_by_hand,
-    bounds_weights_before_an_update, follows_a_network, gives_two_each_others_memory, sets_a_parameter_with_a_hook,
+    bounds_weights_before_an_update, bounds_weights_after_an_update, follows_a_network, gives_two_each_others_memory,
+    sets_a_parameter_with_a_hook, changes_in_place_what_it_replaces,
 ]  # fmt: skip
 NOT_CARRIED = {
-    changes_in_place_what_it_replaces: "changes 'sum' from one Tensor",
     looks_at_what_it_replaces: "changes 'sum' from one Tensor",
     asks_which_it_was: "changes 'key' from one Tensor",
     finds_a_value_by_it: "changes 'key' from one Tensor",
     keeps_a_view_of_what_it_updates: "changes 'before' from one Tensor",
-    bounds_weights_after_an_update: "moves or reshapes 'weight'",
     doubles_its_memory: "moves or reshapes a variable",
     grows: "'all' is no tensor like the one that was there when it was recorded",
 }
