@@ -33,13 +33,17 @@ _dynamo_compiles = torch.compiler.is_dynamo_compiling
 @functools.cache
 def _stand_for_methods() -> None:
     """Lets `model.forward = CUDAGraphModule(model.forward)` do what it does with a function: a module that is assigned
-    to a module is put among its children, where the method of the class would be found before it."""
+    to a module is put among its children, where the method of the class would be found before it, and where a
+    Sequential would call it. Instead of it there is one that does nothing."""
 
-    def registered(module: nn.Module, name: str, child: Any) -> None:
+    def registered(module: nn.Module, name: str, child: Any) -> nn.Module | None:
         shadowed = isinstance(child, CUDAGraphModule) and callable(getattr(type(module), name, None))
-        if shadowed and not isinstance(child._root, nn.Module):
-            module.__dict__[name] = child
+        if not shadowed or isinstance(child._root, nn.Module):
+            return None
+        module.__dict__[name] = child
+        return nn.Identity()
 
+    # pyrefly: ignore[bad-argument-type] -- its annotation forgets that it may give another module
     nn.modules.module.register_module_module_registration_hook(registered)
 
 
@@ -310,8 +314,13 @@ class CUDAGraphModule(nn.Module):
         self.reset()  # code may ask for it
         return self._root
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """That of the wrapped module, by its own names."""
+        whole = self._root if isinstance(self._root, nn.Module) else super()
+        return whole.state_dict(*args, **kwargs)
+
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
-        """Takes what was saved from the module itself, too, whose names have no `module.` in front."""
+        """Takes what was saved of the module, by its own names or with `module.` in front of them."""
         names = list(self._root.state_dict()) if isinstance(self._root, nn.Module) else []
         if not any(f"{prefix}module.{name}" in state_dict for name in names):
             for name in names:

@@ -362,3 +362,13 @@ def test_a_wrapper_that_is_assigned_to_a_method_takes_its_place(name, device):
         assert torch.equal(model.linear.weight.grad, plain.linear.weight.grad)
     assert getattr(model, name).stats.replays and list(model.state_dict()) == names
     assert getattr(copy.deepcopy(model), name)._root.__self__ is not model
+
+
+def test_a_wrapper_that_is_the_forward_of_a_sequential_is_none_of_its_layers(device):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh()).to(device)
+    plain = copy.deepcopy(model)
+    model.forward = CUDAGraphModule(model.forward, config())
+    for index in range(8):
+        x = torch.full((4, 8), index / 8, device=device)
+        assert torch.equal(model(x), plain(x))
+    assert model.forward.stats.replays and list(model.state_dict()) == list(plain.state_dict())
