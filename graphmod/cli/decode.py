@@ -276,6 +276,7 @@ def _needs(front: FrontProcess) -> Iterator[None]:
 def _engine(config: ServeConfig, folder: Path) -> DecodeEngine:
     codec = codec_for(folder, config.tokenizer)
     engine = DecodeEngine(load_model(folder, config.model, codec), config.engine(), codec=codec)
+    engine.requests.grammars.prepare()  # later, requests that run would wait for it
     held = engine.stats.blocks_total * engine.memory.block_size
     if held < engine.max_seq_len:
         say_plainly(f"note: the cache holds {held} tokens; a request for as many runs alone (decode.cache_tokens)")

@@ -179,6 +179,7 @@ class RequestReader:
         vocabulary: number of tokens.
         eos: tokens that end a sequence unless it ignores them.
         defaults: of requests.
+        grammars: of what completions must look like.
     """
 
     def __init__(
@@ -197,7 +198,7 @@ class RequestReader:
         self._way_out = ", since the model has no more positions" if full else ", or raise max_seq_len"
         self.vocabulary, self.max_seq_len, self.codec = text.vocab_size, max_seq_len, codec
         self.eos, self.defaults = eos_ids(model, codec), defaults_of(model, source)
-        self._grammars = Grammars(codec, self.vocabulary, self.eos)
+        self.grammars = Grammars(codec, self.vocabulary, self.eos)
 
     def tokens(self, prompt: Any, number: int) -> list[int]:
         """The token ids of a prompt.
@@ -376,7 +377,7 @@ class RequestReader:
                 sequences,
                 StopTexts(self.codec, texts, tokens) if self.codec is not None and texts else None,
                 adjustment,
-                None if structure is None else self._grammars.matcher(structure),
+                None if structure is None else self.grammars.matcher(structure),
             )
             for sample in range(n)
         ]

@@ -6,6 +6,7 @@ llguidance knows grammars, and is imported here alone, once somebody asks for it
 
 from __future__ import annotations
 
+import contextlib
 import json
 from functools import cache, cached_property, lru_cache
 from importlib.util import find_spec
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 else:
     Matcher = Any
 
+_FEW = 8  # rows whose masks take less time than threads need to begin
 _KEPT = 64  # matchers of what was asked for last
 
 
@@ -45,11 +47,16 @@ def fill_masks(matchers: list[Matcher | None], masks: Tensor) -> None:
         matchers: of each row; None allows all tokens.
         masks: (rows, `mask_words`) int32, on the host.
     """
-    masks.fill_(-1)
-    if asked := [(matcher, row) for row, matcher in enumerate(matchers) if matcher is not None]:
-        from llguidance.numpy import fill_next_token_bitmask_par
+    from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
-        fill_next_token_bitmask_par(_executor(), asked, masks.numpy())
+    found = masks.numpy()  # for PyTorch may set threads to it, which wait for a busy host
+    found.fill(-1)
+    asked = [(matcher, row) for row, matcher in enumerate(matchers) if matcher is not None]
+    if len(asked) > _FEW:
+        fill_next_token_bitmask_par(_executor(), asked, found)
+    else:
+        for matcher, row in asked:
+            fill_next_token_bitmask(matcher, found, row)
 
 
 class Grammars:
@@ -65,6 +72,13 @@ class Grammars:
         self._codec, self._vocabulary = codec, vocabulary
         self._ends = ends or [vocabulary]
         self._known = lru_cache(_KEPT)(self._made)
+
+    def prepare(self) -> None:
+        """Reads the tokens, which takes a second where they are many; else the first matcher waits for it. What cannot
+        be used is said then."""
+        if find_spec("llguidance") is not None:
+            with contextlib.suppress(RequestError):
+                _ = self._tokenizer
 
     def matcher(self, asked: dict[str, Any]) -> Matcher:
         """A new matcher, which is to be given a completion token by token.

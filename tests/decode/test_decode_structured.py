@@ -107,7 +107,7 @@ def random_schema(draw, depth=0):
 @pytest.mark.parametrize("kind", ["bytes", "byte_level", "llama_like"])
 @pytest.mark.parametrize("count", [10, pytest.param(334, marks=pytest.mark.slow)])
 def test_answers_of_random_schemas_validate(kind, count, device):
-    engine = engine_for(kind, device)
+    engine = engine_for(kind, device, max_batch_size=12)
     draw = random.Random(count)
     schemas = [random_schema(draw) for _ in range(count)]
     compact = [{"json": schema, "disable_any_whitespace": True} for schema in schemas]
