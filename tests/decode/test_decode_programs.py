@@ -4,16 +4,19 @@ import random
 import sys
 import threading
 from functools import lru_cache
+from importlib.util import find_spec
 
 import pytest
 import torch
 
 from graphmod.decode import DecodeEngine, EngineLoop
+from graphmod.text import ByteCodec
 from tests.support.decode_models import prompts_of, tiny_model
 
 CPU = torch.device("cpu")
 (SHARED,) = prompts_of(20)
 PROMPTS = [[*SHARED[:8], 5], [*SHARED[:8], 6], SHARED, SHARED[:17], *prompts_of(3, 11)]
+FORMS = [None, None, {"regex": "([0-9A-F]+G)*"}, {"choice": ["YES", "NO"]}] if find_spec("llguidance") else [None]
 MOVES = {
     **{"submit": 8, "step": 12, "abort": 2, "pause": 1, "exchange": 2, "train": 1, "suspend": 1},
     **{"stream": 3, "read": 4, "close": 2, "generate": 2, "threads": 1},
@@ -22,7 +25,8 @@ MOVES = {
 
 @lru_cache
 def alone():
-    return DecodeEngine(tiny_model("qwen3", CPU, scale=1.5), max_batch_size=1, max_seq_len=64, graphs=False)
+    model = tiny_model("qwen3", CPU, scale=1.5)
+    return DecodeEngine(model, max_batch_size=1, max_seq_len=64, graphs=False, codec=ByteCodec())
 
 
 def copied(model):
@@ -51,6 +55,7 @@ class Program:
             prefill_tokens=chance.choice([3, 16, 64]),
             keep_prefixes=chance.random() < 0.6,
             graphs=chance.random() < 0.5,
+            codec=ByteCodec(),
         )
         self.state = copied(self.model)
         self.asked, self.streams = [], []
@@ -68,6 +73,7 @@ class Program:
     def request(self):
         settings = {"max_new_tokens": self.chance.randint(1, 20), "temperature": self.chance.choice([0.0, 0.8])}
         settings |= {"seed": self.chance.randrange(9), "top_k": self.chance.choice([0, 0, 7])}
+        settings |= {"structured_outputs": self.chance.choice(FORMS)}
         return self.chance.choice(PROMPTS), self.chance.randint(1, 3), settings
 
     def finish(self):

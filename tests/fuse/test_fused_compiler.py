@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qw
 
 from graphmod.decode import DecodeEngine, DecodeError
 from graphmod.fuse.compiler import StepCompiler
+from graphmod.text import ByteCodec
 from graphmod.wrap.extension import serving
 from tests.support.decode_models import ROTARY, prompts_of, tiny_model
 
@@ -85,6 +86,17 @@ def test_sampling_is_part_of_what_is_compiled():
     engine = engine_with(model, compile)
     assert tokens_of(engine, PROMPTS, **settings) == tokens_of(plain, PROMPTS, **settings)
     assert compile.graphs
+
+
+def test_both_halves_of_a_step_with_masks_are_compiled():
+    pytest.importorskip("llguidance")
+    model = tiny_model("llama", torch.device("cpu"))
+    settings = {"max_new_tokens": 30, "temperature": 0.9, "seed": 3, "structured_outputs": {"regex": "[0-9A-F]+"}}
+    plain = DecodeEngine(model, max_batch_size=4, max_seq_len=64, attention="sdpa", codec=ByteCodec())
+    compile = Compiler()
+    engine = engine_with(model, compile, buckets=[4], codec=ByteCodec())
+    assert tokens_of(engine, PROMPTS, **settings) == tokens_of(plain, PROMPTS, **settings)
+    assert compile.graphs and all(serving(wrapper).succeeded for wrapper in engine.graphs.wrappers.values())
 
 
 def test_weights_that_change_are_seen_and_weights_that_move_are_captured_anew():
