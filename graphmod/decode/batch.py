@@ -20,13 +20,12 @@ from graphmod.decode.prefill import Limits, PackedPrefill, PaddedPrefill
 from graphmod.decode.sampling import MASKED, TOP, kind_of_rows
 from graphmod.decode.scheduler import Planned, Scheduler, Sequence
 from graphmod.decode.step import BAD, FULL, NONE_LEFT, NOTHING, STOPPED, BatchState, BucketGraphs, take_token
-from graphmod.decode.types import NO_TOKEN_LEFT, Run
+from graphmod.decode.types import NO_TOKEN_LEFT, TOO_COMPLEX, Run
 
 _NO_NUMBERS = (
     "the model's logits hold NaN or infinity, so no token can be chosen; look at its weights (a diverged training run, "
     "an overflow in fp16)"
 )
-_TOO_COMPLEX = "what comes next of structured_outputs cannot be told; make it simpler"
 _LEAST_TOKENS = 512  # of prompts in a turn: a replay of so many takes a GPU little longer than one of fewer
 _TOKENS_PER_ROW = 24  # of prompts in a turn, for each row that waits for it meanwhile
 
@@ -292,16 +291,16 @@ class ContinuousBatch:
 
     def _take_one(self, sequence: Sequence, token: int, logprob: float, status: int) -> None:
         """Books a token of a sequence and whether it was the last."""
-        done = sequence.completion
+        done, matcher = sequence.completion, sequence.matcher
         if status in (BAD, NONE_LEFT):
             done.finish_reason, done.error = "error", _NO_NUMBERS if status == BAD else NO_TOKEN_LEFT
+        elif matcher is not None and not matcher.consume_token(token):
+            done.finish_reason, done.error = "error", f"{TOO_COMPLEX}: {matcher.get_error()}"
         else:
             done.tokens.append(token)
             done.logprobs.append(logprob)
             if status == STOPPED or sequence.ended_by(token):
                 done.finish_reason = "stop"
-            elif sequence.matcher is not None and sequence.matcher.is_error():
-                done.finish_reason, done.error = "error", f"{_TOO_COMPLEX}: {sequence.matcher.get_error()}"
             elif status == FULL:
                 done.finish_reason = "length"
         sequence.done = done.finish_reason is not None

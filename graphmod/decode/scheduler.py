@@ -99,7 +99,7 @@ class Sequence:
         """Whether `token`, now the last of the completion, completes a stop of several tokens, a text, or all that it
         may be."""
         tokens, matcher = self.completion.tokens, self.matcher
-        if matcher is not None and matcher.consume_token(token) and matcher.is_stopped():
+        if matcher is not None and matcher.is_stopped():
             return True
         early = len(tokens) <= self.sampling.min_tokens
         if not early and any(tokens[-len(stop) :] == stop for stop in self.stop_sequences):

@@ -33,6 +33,8 @@ NO_TOKEN_LEFT = (
     "rule out all of them, or a logits processor has made NaN or infinity; allow at least one"
 )
 """The error of a completion whose own request has ended it."""
+TOO_COMPLEX = "what comes next of structured_outputs cannot be told; make it simpler"
+"""The beginning of another such error."""
 
 
 class AttentionName(StrEnum):

@@ -30,7 +30,7 @@ from starlette.types import Lifespan, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from graphmod import __version__
-from graphmod.decode.types import NO_TOKEN_LEFT, Completion, DecodeError, Run
+from graphmod.decode.types import NO_TOKEN_LEFT, TOO_COMPLEX, Completion, DecodeError, Run
 from graphmod.serve.api import (
     Answer,
     ApiError,
@@ -314,8 +314,9 @@ class Exchange:
             if done.finish_reason == "abort":
                 raise ApiError(503, "the server is shutting down", code="shutting_down")
             if done.finish_reason == "error":
-                status = 400 if done.error == NO_TOKEN_LEFT else 500
-                raise ApiError(status, done.error or "the completion failed", code="completion_error")
+                said = done.error or "the completion failed"
+                status = 400 if said.startswith((NO_TOKEN_LEFT, TOO_COMPLEX)) else 500
+                raise ApiError(status, said, code="completion_error")
             last = answer.end(done)
             piece = Piece(piece.text + last.text, piece.scored + last.scored, [*piece.calls, *last.calls])
         reason = done.finish_reason if run.ended else None

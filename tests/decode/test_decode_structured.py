@@ -224,6 +224,34 @@ def test_it_goes_with_what_else_restricts_tokens_and_ends(device):
     assert failed.finish_reason == "error" and "structured_outputs" in failed.error and other.text == "yes"
 
 
+class Lost:
+    """A matcher that gives up after three tokens, as one does whose grammar needs too much."""
+
+    def __init__(self, matcher):
+        self.matcher, self.left = matcher, 3
+
+    def __getattr__(self, name):
+        return getattr(self.matcher, name)
+
+    def consume_token(self, token):
+        self.left -= 1
+        return self.left >= 0 and self.matcher.consume_token(token)
+
+    def get_error(self):
+        return "too many states"
+
+
+def test_a_grammar_that_needs_too_much_ends_its_request_alone(device, monkeypatch):
+    engine, made = engine_for("bytes", device), Grammars.matcher
+    monkeypatch.setattr(
+        Grammars, "matcher", lambda self, asked: (Lost if "regex" in asked else lambda x: x)(made(self, asked))
+    )
+    asked = [Sampling(structured_outputs=one) for one in ({"regex": "[ab]{9}"}, {"choice": ["a long one"]})]
+    failed, other = engine.generate(["a", "b"], sampling=asked)
+    assert failed.finish_reason == "error" and "make it simpler: too many states" in failed.error
+    assert len(failed.tokens) == 3 and other.text == "a long one"
+
+
 def test_graphs_may_be_captured_ahead(device):
     engine = engine_for("bytes", device, max_batch_size=2)
     engine.warm_up(kinds=(MASKED,), prefill=False, progress=False)
