@@ -6,7 +6,6 @@ The README, CONTRIBUTING and CHANGELOG become pages of the site, and the program
 
 import dataclasses
 import importlib
-import inspect
 import re
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import tables
 from docs import fields
+from docs.meanings import meanings
 from graphmod.cli.app import App
 from graphmod.decode import EngineConfig
 
@@ -58,7 +58,7 @@ def settings(name: str) -> str:
 
 def _groups(given: object, before: str) -> list[str]:
     """The tables of an object of settings: its own keys, then those of the groups in it."""
-    said, rows, groups = _said(type(given)), [], []
+    said, rows, groups = meanings(type(given)), [], []
     for field in dataclasses.fields(given):
         key, value = before + field.name, getattr(given, field.name)
         if dataclasses.is_dataclass(value):
@@ -66,34 +66,11 @@ def _groups(given: object, before: str) -> list[str]:
         else:
             meaning = said.get(field.name, "")
             if meaning.startswith("of `EngineConfig`"):
-                meaning = _said(EngineConfig)[field.name]
+                meaning = meanings(EngineConfig)[field.name]
             meaning = " ".join(meaning.replace("|", "\\|").split()).removesuffix(".")
             rows.append([f"`{key}`", f"`{_shown(value)}`", meaning and f"{meaning}."])
     heading = [f"### {before.removesuffix('.')}"] if before else []
     return [*heading, tables.table(["key", "default", ""], rows, numbers=False), *groups] if rows else groups
-
-
-# Names may stand together before a description, and go on in a second line.
-_ATTRIBUTE = re.compile(r"^    (\w+(?:,\s+\w+)*): (.+(?:\n(?: {6,}.*|(?=\n)))*)", re.MULTILINE)
-
-
-# A field of a class, after comments above it or with one beside it.
-_FIELD = re.compile(r"^((?:    # .+\n)*)    (\w+): [^#\n]+(?:  # (.+))?$", re.MULTILINE)
-
-
-def _said(kind: type) -> dict[str, str]:
-    """What the docstrings of a schema, and of those that it extends, and comments at its fields say about these."""
-    found = {}
-    for one in reversed(kind.__mro__[:-1]):
-        _, _, attributes = inspect.cleandoc(one.__doc__ or "").partition("\nAttributes:\n")
-        for names, description in _ATTRIBUTE.findall(attributes):
-            found |= dict.fromkeys(re.split(r",\s+", names), description)
-        for above, name, beside in _FIELD.findall(inspect.getsource(one)):
-            above = " ".join(line.strip("# ") for line in above.splitlines())
-            described = f"{above[:1].lower()}{above[1:]}" or beside
-            if described and not described.startswith("pyrefly:"):
-                found[name] = described
-    return found
 
 
 def _shown(value: object) -> str:
