@@ -291,6 +291,8 @@ class Exchange:
             if source == "messages":
                 said = said.replace("prompt 0", "prompt made of the messages", 1)
             raise refused(said, source) from None
+        except RecursionError:  # schemas are gone through, and templates go through what they are given
+            raise ApiError(400, "the body is nested too deeply") from None
         except Exception as error:
             raise self._service.failed(error) from error
 

@@ -233,6 +233,15 @@ def test_what_is_wrong_with_tools_is_said(served, change, param, said):
     assert status == 400 and answer["error"]["param"] == param and said in answer["error"]["message"], answer
 
 
+def test_a_schema_that_is_nested_too_deeply_is_refused(served):
+    schema: dict = {}
+    for _ in range(450):
+        schema = {"properties": {"a": schema}}
+    tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
+    status, answer, _ = served.post("/v1/chat/completions", CHAT | {"tools": [tool], "tool_choice": "required"})
+    assert status == 400 and "nested too deeply" in answer["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("template", "said"),
     [
