@@ -26,7 +26,7 @@ from graphmod.step.arena import Tape
 from graphmod.step.context import Context
 from graphmod.step.eager_parts import CutShort, RecordedParts
 from graphmod.step.entry import Entry
-from graphmod.step.graph import StepGraph
+from graphmod.step.graph import READS_OTHERWISE, StepGraph
 from graphmod.step.group import LOOKS
 from graphmod.step.recording import Recording, record, record_operations
 from graphmod.torch_private import current_node, is_fx_tracing, is_traced, next_sequence_number, top_saved_tensors_hooks
@@ -121,6 +121,13 @@ def _run(context: Context, call: Call) -> Any:
             return eager(context, call)
         if reason is None:
             return context.results(graph, leaves, state)
+        if reason is READS_OTHERWISE:
+            graph.missed += 1
+            if graph.missed > 1:
+                entry.forget(graph.recording, reason)  # the code goes another way by now
+            context.last_failure = reason
+            context.log_once(f"{context.name!r} runs eagerly where {reason}; use torch.where or clamp")
+            return eager(context, call, entry)
         if context.agreement is not None and not context.agreement.is_open:
             return eager(context, call, entry)
     if group.settle(context.config.backend, context.around.device(leaves)):
@@ -260,7 +267,7 @@ def launch(context: Context, graph: StepGraph, leaves: list[Tensor], careful: bo
     graph.load(leaves)
     state = graph.random_state()
     graph.tape.cursor = graph.index + 1
-    early = graph.starts_early and not careful and graph.successor is None
+    early = graph.starts_early and (not careful or graph.looks) and graph.successor is None
     finished = False
     try:
         if early:
@@ -268,6 +275,8 @@ def launch(context: Context, graph: StepGraph, leaves: list[Tensor], careful: bo
         reason = graph.guards.changed() if graph.starts_early and not careful else None
         if reason is None and not agrees(context, entry, Choice.replay):
             reason = "another rank runs eagerly"
+        if reason is None and early and graph.reads_otherwise():
+            reason = READS_OTHERWISE
         if reason is not None:
             return None, reason
         replayed = graph.successor is None or not graph.run_successor()

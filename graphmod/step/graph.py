@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from graphmod.backend.cuda import renew_gradient_accumulators
-from graphmod.errors import CaptureRefused, SuccessorFailed
+from graphmod.errors import CaptureRefused, Diverged, SuccessorFailed
 from graphmod.errors import reason as failure
 from graphmod.guards.changes import NOT_REPLAYED, name_of
 from graphmod.guards.guards import Guards, put
@@ -38,6 +38,7 @@ from graphmod.trace.undo import Undo, is_interrupt, let_through, undoing
 
 _grad, _data_ptr, _requires_grad = operator.attrgetter("grad"), Tensor.data_ptr, operator.attrgetter("requires_grad")
 ELSEWHERE = "another rank could not capture it"
+READS_OTHERWISE = "a truth value that it reads on the host is another than when it was captured"
 ALIGNED_OTHERWISE = "an argument begins at another place within 16 bytes than when it was captured"
 
 
@@ -54,6 +55,8 @@ class StepGraph:
         advanced, before: tensors from outside that it changes and that may have a part in its results, and what they
             were before the last replay; None where nobody knows. Only a backward asks for them.
         launches: how often it was replayed.
+        looks, missed: whether a replay has to look at what the code reads (`reads_otherwise`); how often in a row that
+            was something else.
         backward: None here; of those that have one, the captured backward.
         recording: the `Recording` of the eager call it stands on.
         parts: the calls that are made between its graphs; None where there are none.
@@ -73,9 +76,11 @@ class StepGraph:
         self.stand_ins: dict[int, Tensor] = {}
         self.successor: Callable[[], None] | None = None
         self.succeeded = False
-        self.launches = 0
+        self.launches = self.missed = 0
+        self.looks = False
         self.parts: EagerParts | None = None
         self._carried: list[Tensor] = []
+        self._flags: list[tuple[Tensor, bool]] = []
 
     # -- capture -------------------------------------------------------------------------------------------------
 
@@ -139,7 +144,7 @@ class StepGraph:
             for place, static in zip(guards.carried, given[len(call.leaves) :], strict=True):
                 put(place.container, place.note, static)
             pool, script = self.tape.arena.pool, recording.script
-            split = not generators and not entry.account.failures
+            split = not generators and (not entry.account.failures or bool(script.late))
             return group.backend.capture(run, pool, given, generators, check, split=split, script=script, parts=parts)
 
         captured = None
@@ -153,6 +158,9 @@ class StepGraph:
             refuse_unseen(seen, self.guards.unseen)
             if context.agreement is not None and not context.agreement.captured(True):
                 raise CaptureRefused(ELSEWHERE)
+            self._flags = seen.flags
+            if self._flags:
+                self._look_first(captured, owned, before.grads)
         except BaseException as error:
             if parts is not None and parts.began:
                 parts.cut_short(captured, error)
@@ -178,6 +186,7 @@ class StepGraph:
         # Gradients that it leaves behind lie in the pool and may be accumulated into by whoever runs instead; its own
         # generators would have to be put back.
         self.starts_early = self.graph.start is not None and not generators and not self._grads_after
+        self.looks = bool(self._flags)
         copied = [(i, one.buffer, one.tensor) for i, one in enumerate(self.inputs) if one.buffer is not None]
         self._copied = [(i, buffer) for i, buffer, one in copied if address(one) in seen.read]  # others stay unused
         self._adopted = [(i, one.pointer) for i, one in enumerate(self.inputs) if one.buffer is None]
@@ -185,7 +194,7 @@ class StepGraph:
             buffer.users += 1
             group.buffers.add(buffer)
         self.stands_alone = not (
-            self.results.handed_out or guards.bound or self._copied or recording.host_draws or parts
+            self.results.handed_out or guards.bound or self._copied or recording.host_draws or parts or self._flags
         )
         seen_by_parts = [] if parts is None else parts.lent
         lent = [left for _, left in (*seen_by_parts, *self._grads_after) if isinstance(left, GradientBuffer)]
@@ -197,6 +206,28 @@ class StepGraph:
         if not self.results.with_grad:
             self.forget_autograd()
         return before.random_state
+
+    def _look_first(self, captured: Any, owned: list[Tensor], grads: list[Tensor | None]) -> None:
+        """Launches a capture up to what it first changes, for the call that was captured, and looks at what it reads.
+
+        Raises:
+            CaptureRefused: it reads something else than was captured, or does not come so far without a change.
+        """
+        left = any(p.grad is not grad for p, grad in zip(owned, grads, strict=True))
+        late = self.recording.script.late.values()
+        if captured.start is None or left or self.recording.generators or self.parts or self.context.agreement:
+            raise CaptureRefused(str(next(iter(late))))
+        captured.start()
+        if self.reads_otherwise():
+            raise Diverged(READS_OTHERWISE)
+
+    def reads_otherwise(self) -> bool:
+        """Whether the part that was launched has computed another truth value than one by which the captured code went;
+        waits for the GPU."""
+        if not self._flags:
+            return False
+        flags, known = zip(*self._flags, strict=True)
+        return torch.stack([flag.reshape(()) for flag in flags]).tolist() != list(known)
 
     def _saving(self, inside: Call) -> AbstractContextManager:
         """In what the capture runs. It keeps hooks for saved tensors from around the call (an outer checkpoint) out of
@@ -293,10 +324,12 @@ class StepGraph:
         """Replays for the first time, which gives the results of the call that was captured, with these tensor
         arguments, and takes its place on the tape."""
         self.before = self.graph.before(self.advanced) if self.advanced else None
-        if self.parts is None:
-            self.graph.replay()
-        else:
+        if self.parts is not None:
             self.parts.launch_last()
+        elif self._flags:
+            self.graph.finish()
+        else:
+            self.graph.replay()
         self._after(leaves)
         self.index = self.tape.append(self)
 
@@ -320,6 +353,7 @@ class StepGraph:
     def launched(self, leaves: list[Tensor]) -> None:
         """Its graph was replayed in the place of a call with these tensor arguments."""
         self.launches += 1
+        self.missed = 0
         if self.parts is None:  # else before the first of them
             self.recording.host_draws.advance()
         self._after(leaves)

@@ -264,6 +264,7 @@ class Recorder:
         self.read_since: set[int] = set()
         self.parts = parts
         self._with_parts: set[int] = set()  # addresses of what eager parts were given, or have returned
+        self._late_at: dict[int, tuple[Tensor, Hazard]] = {}  # of truth values that a replay is to look at
         self._computed_into = 0  # address of the memory that the operation under way was given for its result
         self._made_by: dict[int, tuple] = {}  # address -> what made it last and could have computed it elsewhere
         self._origins = Origins()
@@ -591,7 +592,17 @@ class Recorder:
             return False
         if value is not None:
             self.host_draws.read_given(value, tensors[0], found)
-        return value is not None
+        return value is not None or self._is_compared_late(name, tensors[0], found)
+
+    def _is_compared_late(self, name: str, tensor: Tensor, hazard: Hazard) -> bool:
+        """Whether a truth value is read before the call has changed anything that lasts, so that a replay may stop and
+        look at it."""
+        early = self.first_write is None and not self.collectives and current_node() is None
+        if self.script is None or not early or name != "_local_scalar_dense" or tensor.dtype is not torch.bool:
+            return False
+        self.script.late[len(self.trace)] = hazard
+        self._late_at[address(tensor)] = tensor.detach(), hazard  # held, so that its memory stays its own
+        return True
 
     def _reads_number(self, one: Operation, draws: HostDraws) -> bool:
         """Whether a number that is read on the host can be drawn again; not what comes of comparing tensors."""
@@ -663,6 +674,8 @@ class Recorder:
             for tensor in tensors_in((value,)):
                 where = address(tensor)
                 outside = self.outside.get(where)
+                if where in self._late_at:
+                    self.hazards.append(self._late_at[where][1])
                 if where in self._with_parts:
                     self.refuse(about.short, _CHANGES)
                 if outside is not None or where in self._inputs:
@@ -762,6 +775,7 @@ class Follower(Recorder):
     Attributes:
         kept_at: the addresses of tensors of the recorded call, and of results of eager parts, that it goes on to use.
         left: whether the call goes on without a capture, after an eager part.
+        flags: what the call reads late (`Script.late`), each with the truth value that it went by.
 
     Args:
         inputs, generators, parts: see `Recorder`.
@@ -787,6 +801,7 @@ class Follower(Recorder):
         super().__init__(inputs, gpu=gpu, generators=generators, parts=parts)
         self.script = script
         self.kept_at: set[int] = set()
+        self.flags: list[tuple[Tensor, bool]] = []
         self._refused: str | None = None
         self.left = False
         self._communicated, self._copies = False, True
@@ -931,6 +946,8 @@ class Follower(Recorder):
             return _do(one.step.op, one.args, one.kwargs)
         if kept is not None and kept.kind == "result":
             result = kept.result()
+            if self.script is not None and one.index in self.script.late:
+                self.flags.append((one.given[0].detach(), result))
             for tensor in tensors_in((result,)):
                 self._take_address(address(tensor))
             return result

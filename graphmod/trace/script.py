@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphmod.trace.hazards import Hazard
 from graphmod.trace.lines import Lines
 from graphmod.trace.operations import Step, address, each_tensor, facts, tensors_in
 
@@ -77,6 +78,7 @@ class Script:
     Attributes:
         kept: index of an operation -> what is kept of it.
         read_at: how many operations come before what reads on the host, is none itself, and is compared before replays.
+        late: index of an operation -> of one that reads a truth value on the host, which a replay has to compute first.
         aims: index of an operation -> makes the memory that its result is to be computed into.
 
     Args:
@@ -90,6 +92,7 @@ class Script:
         self.numbers = numbers
         self.kept: dict[int, Kept] = {}
         self.read_at: set[int] = set()
+        self.late: dict[int, Hazard] = {}
         self.aims: dict[int, Callable[[], Tensor]] = {}
         self._made: dict[int, tuple[Tensor, Tensor]] = {}  # index in `lifted` -> what was made, on the host and there
 

@@ -126,7 +126,7 @@ class Reads(nn.Module):
         x = self.inner(x)
         self.calls += 1
         for _ in range(3):
-            x = x * 1 if x.sum() > 0 else x * 2  # a branch on values
+            x = x * 1 if x.sum().item() > 0 else x * 2  # a branch on values
         return x * random.random()
 
 

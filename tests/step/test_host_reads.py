@@ -154,9 +154,9 @@ def after_an_eager_part(net, x, mask):
 
 REFUSED = {
     "what an eager part may change": after_an_eager_part,
-    "a parameter": lambda net, x, mask: net.linear(x) if net.linear.weight.sum() > -100 else net.linear(x) - 1,
-    "a result": lambda net, x, mask: net.linear(x) if net.linear(x).sum() > -1e9 else net.linear(x) - 1,
-    "chance": lambda net, x, mask: net.linear(x) if (torch.rand_like(x) + x).sum() > -1e9 else net.linear(x) - 1,
+    "a parameter": lambda net, x, mask: net.linear(x) * net.linear.weight.sum().item(),
+    "a result": lambda net, x, mask: net.linear(x) * net.linear(x).detach().sum().item(),
+    "chance": lambda net, x, mask: net.linear(x) * (torch.rand_like(x) + x).sum().item(),
     "what it changes": counted,
     "what it goes on to change": counted_after,
 }

@@ -341,9 +341,10 @@ def batches_taken_inside():
 )
 def a_distribution_that_checks_its_values():
     torch.distributions.Distribution.set_default_validate_args(True)  # which torch.compile turns off for good
-    model = mlp(CPU)
+    model, calls = mlp(CPU), torch.zeros(())
 
     def f(x):
+        calls.add_(1)  # no replay could stop there any more
         return torch.distributions.Categorical(logits=model(x)).entropy()  # makes a distribution
 
     run(CUDAGraphModule(f, config()))
@@ -486,7 +487,10 @@ def test_a_read_in_a_mask_of_transformers_has_a_remedy_of_its_own():
     def refusals(**settings):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=8, **sizes, **settings))
 
+        calls = torch.zeros(())
+
         def call(mask):
+            calls.add_(1)  # no replay could stop there any more
             mask = mask * (model.lm_head.weight.sum() > -1e9)  # a mask of arguments alone is no hazard
             return model(tokens, attention_mask=mask, use_cache=False).logits
 

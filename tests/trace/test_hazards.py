@@ -95,7 +95,7 @@ def keeps_the_refusal(self, x):
 
 def keeps_it_by_its_kind(self, x):
     with contextlib.suppress(RuntimeError):
-        return x * (2.0 if x.sum() > 0 else 1.0)
+        return x * (2.0 if x.sum().item() > 0 else 1.0)
     return x
 
 
@@ -111,7 +111,7 @@ LOG.propagate = False
 
 
 REFUSED = [
-    keeps_the_refusal, keeps_it_by_its_kind, takes_a_branch, uses_a_maximum, slices_by_a_tensor,
+    keeps_the_refusal, keeps_it_by_its_kind, slices_by_a_tensor,
     one_hot_without_classes, picks_by_a_mask, asks_for_nonzero, asks_for_unique, selects_by_a_mask, counts_bins,
     counts_beyond_its_bins, repeats_by_a_tensor, reads_a_list, reads_a_float,
     puts_a_result_where_a_mask_says, checks_for_equality,
@@ -245,6 +245,11 @@ def test_a_hazard_is_refused_and_its_line_is_named(use, device):
     line = use.__code__.co_firstlineno
     named = [f"{__file__}:{number} in {use.__name__}" for number in range(line, line + 4)]
     assert any(place in side.call.last_failure for place in named), side.call.last_failure
+
+
+@pytest.mark.parametrize("use", [takes_a_branch, uses_a_maximum])
+def test_a_branch_that_goes_by_what_is_computed_is_eagers(use, device):
+    play_hazard(use, device)
 
 
 def test_a_value_that_logging_reads_is_refused(device):
