@@ -130,8 +130,7 @@ class CUDAGraphConfig:
             difference is logged, and the call stays eager. `always` replays nothing after the capture, and a difference
             raises `VerificationFailed`: for tests. `off` never looks.
         eager_parts: where nothing but some methods (an optimizer's `step`, an average's `update`) keeps a callable
-            eager, these are called between its graphs, as if they were marked with `eager`; not where code after one
-            reads what that may change now and then.
+            eager, these are called between its graphs, as if they were marked with `eager`.
     """
 
     warmup_steps: int = 3

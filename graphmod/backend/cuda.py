@@ -26,8 +26,6 @@ from torch.autograd.graph import get_gradient_edge
 from graphmod.backend.lifetime import Graphs, capturing, launcher
 from graphmod.backend.nodes import divisible, spread, use_kernels
 from graphmod.cuda_driver import last_captured
-from graphmod.errors import EagerPartFailed
-from graphmod.errors import reason as reason_of
 from graphmod.torch_private import (
     TensorBase,
     TorchDispatchMode,
@@ -207,7 +205,6 @@ class CudaBackend:
 
         Raises:
             CaptureRefused: `run` did something a graph cannot repeat.
-            EagerPartFailed: CUDA ended a capture after an eager part, so that the call cannot go on.
             Exception: whatever `run` raised, or what CUDA said; stream and generators are usable again.
         """
         reserved = torch.cuda.memory_reserved(self.device)
@@ -215,6 +212,12 @@ class CudaBackend:
         graphs = held.graphs
         segments: list[list[Callable[[], None]]] = []
         thread = threading.get_ident()
+        spare: list[tuple[torch.Generator, Any]] = []
+
+        def keep() -> None:
+            """Keeps where the generators are, for a capture that fails."""
+            every = (self._generator, *generators)
+            spare[:] = [(g, g.clone_state()) for g in every if g.device.type == "cuda"]
 
         def part(in_backward: bool) -> None:
             here = thread == threading.get_ident() and torch.cuda.current_stream(self.device) == self.stream
@@ -266,30 +269,15 @@ class CudaBackend:
                 torch.cuda.set_stream(caller)
                 _do_all(launches)
 
-            def resume(self) -> None:
+            def resume(self, memory: Iterable[Tensor]) -> None:
+                keep()
                 torch.cuda.set_stream(backend.stream)
                 backend._begin(graphs, pool, generators, caller)
-
-            def leave(self) -> None:
-                try:
-                    launches = end()
-                except RuntimeError as error:
-                    backend._clean_up([graphs[-1]], pool, spare)
-                    raise EagerPartFailed(
-                        "CUDA ended the capture of what follows an eager part: the call is done up to and with that, "
-                        f"and the rest is not ({reason_of(error)})"
-                    ) from error
-                with torch.cuda.stream(caller):
-                    _do_all(launches)
-                if current_node() is None:
-                    torch.cuda.set_stream(caller)
-                else:  # in the middle of a backward, whose nodes stay on the capture stream
-                    backend.stream.wait_stream(caller)
 
         recorder = Follower(
             inputs, gpu=self.device.index, script=script, targets=targets, graph=Captured(), parts=parts
         )
-        spare = [(g, g.clone_state()) for g in (self._generator, *generators) if g.device.type == "cuda"]
+        keep()
         caller = torch.cuda.current_stream(self.device)
 
         def capture() -> Any:
@@ -306,9 +294,7 @@ class CudaBackend:
                     check(recorder, result)
             except BaseException:
                 try:
-                    if parts is not None and parts.leave():
-                        caller.wait_stream(self.stream)
-                    else:
+                    if torch.cuda.current_stream(self.device) == self.stream:  # else in an eager part
                         self._abandon(graphs[-1], pool, spare)
                 finally:
                     recorder.finish()

@@ -54,6 +54,7 @@ class EmulatedGraph(Graph):
         self._messages = _Messages()
         self._is_whole = False  # not to be started before it may also be finished
         self._parts: list[int] = []  # how many of the calls come before each eager part
+        self._generators: list[tuple[torch.Generator, Tensor]] = []
 
     @property
     def segments(self) -> list[Callable[[], None]]:
@@ -105,9 +106,19 @@ class EmulatedGraph(Graph):
     def collective(self, op: Any, args: tuple, kwargs: dict) -> Any:
         return _without_running(op, args, kwargs)
 
+    def begin(self, generators: Iterable[torch.Generator]) -> None:
+        """What runs from here on is undone by `discard`."""
+        self._generators = [(generator, generator.get_state()) for generator in generators]
+        self._journal = _Journal()
+
     def pause(self) -> None:
         self._parts.append(len(self._calls))
-        self._journal = None  # what ran before an eager part is not undone
+        self._journal = None
+
+    def resume(self, memory: Iterable[Tensor]) -> None:
+        self.begin([generator for generator, _ in self._generators])
+        for tensor in memory:
+            self.before_write(tensor)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         self._calls.append((storage.resize_, (storage.nbytes(),), {}))
@@ -120,6 +131,8 @@ class EmulatedGraph(Graph):
         """Undoes what recording changed, for a capture that is not going to be replayed."""
         if self._journal is not None:
             self._journal.undo()
+            for generator, state in self._generators:
+                generator.set_state(state)
 
     def after(self, op: Any, args: tuple, kwargs: dict, result: Any, fresh: list[Tensor]) -> None:
         about = facts(op)
@@ -314,30 +327,24 @@ class EmulatedBackend:
         script: Script | None = None,
         parts: Parts | None = None,
     ) -> tuple[EmulatedGraph, Any]:
-        """Runs `run()` and records it; undoes what it changed in place if it or `check(recorder, result)` fails, unless
-        an eager part was made (`parts`). `targets`, `script`: see `Follower`; `split`: see `CudaBackend`."""
+        """Runs `run()` and records it; undoes what it changed in place, since the last of `parts`, if it or
+        `check(recorder, result)` fails. `targets`, `script`: see `Follower`; `split`: see `CudaBackend`."""
         graph = EmulatedGraph()
-        journal = graph._journal = _Journal()
+        graph.begin((torch.default_generator, *generators))
         recorder = Follower(inputs, script=script, generators=generators, graph=graph, targets=targets, parts=parts)
-        before = [(generator, generator.get_state()) for generator in (torch.default_generator, *generators)]
         try:
             result = within(no_garbage_collection(), recorder, call=run)
             recorder.check()
             if check is not None:
                 check(recorder, result)
         except BaseException:
-            if parts is None or not parts.leave():
-                journal.undo()
-                for generator, state in before:
-                    generator.set_state(state)
+            graph.discard()
             recorder.finish()
             raise
         graph.seen = recorder.finish()
         if recorder.collectives:  # none of which has run: its first replay is the first time that it runs as a whole
-            journal.undo()
+            graph.discard()
             graph._ran, graph._journal = True, None
-            for generator, state in before:
-                generator.set_state(state)
         lasting = bool(recorder.written or recorder.inputs_written or recorder.collectives)
         graph._is_whole = bool(graph._parts) or (not split and lasting)
         for _, args, kwargs in graph._calls:

@@ -41,7 +41,8 @@ from graphmod.ranks.data_parallel import Borrowed
 from graphmod.signature.call import Call
 from graphmod.signature.flattening import unrepeatable
 from graphmod.signature.modes import FOREIGN, difference, key_reader
-from graphmod.step.eager_parts import Methods, RecordedParts
+from graphmod.step.eager_parts import RecordedParts
+from graphmod.step.found_parts import Methods
 from graphmod.step.recording import record_reads
 from graphmod.step.results import bind, not_returned, not_to_be_made_again, outline
 from graphmod.step.surroundings import Surroundings

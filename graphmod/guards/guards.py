@@ -57,8 +57,11 @@ _BUILT_IN = (list, deque, set, dict, OrderedDict, defaultdict)  # other classes 
 _UNCHANGING = (tuple, frozenset)  # where they lie is compared
 _data_ptr, _size, _stride = Tensor.data_ptr, Tensor.size, Tensor.stride
 _requires_grad = operator.attrgetter("requires_grad")
-_grad = operator.attrgetter("grad")
 _ORDINARY = (Tensor, nn.Parameter)
+
+
+def _has_none(leaf: Tensor) -> bool:
+    return leaf.grad is None
 
 
 def put_back(value: Any, items: tuple) -> None:
@@ -434,7 +437,7 @@ class Guards:
                 return f"one {kind.__name__} is gone, or has another class than when it was recorded"
         if list(map(type, self._objects)) != self._kinds:
             return f"{self._of_other_class()} has another class than when it was recorded"
-        if gradients and self._leaves and [*map(_is, map(_grad, self._leaves), repeat(None))] != self._absent_gradients:
+        if gradients and self._leaves and list(map(_has_none, self._leaves)) != self._absent_gradients:
             return "other gradients are there, or absent, than when it was recorded"
         return self._gradient_hooks.changed() if self._leaves else None
 
@@ -522,20 +525,29 @@ class Guards:
             found += [(container, note, MISSING) for note in notes]
         return found
 
+    def keep(self) -> Callable[[], None]:
+        """Returns what puts back all that is compared as it is now."""
+        now = [*self.bound_now(), *((one, note, get(one, note.key)) for one, note, _ in self._as_then())]
+        contents = [(value, content_now(value)) for value, _ in self.contents.found]
+
+        def bring_back() -> None:
+            for found in now:
+                put(*found)
+            for value, items in contents:
+                put_back(value, items)
+
+        return bring_back
+
     @contextlib.contextmanager
     def as_recorded(self) -> Iterator[None]:
         """Inside, code finds what the recorded call has found; what it does to that is undone."""
-        now = [*self.bound_now(), *((one, note, get(one, note.key)) for one, note, _ in self._as_then())]
-        contents = [(value, content_now(value)) for value, _ in self.contents.found]
+        bring_back = self.keep()
         if self.changed(gradients=False) is not None:
             self.restore()
         try:
             yield
         finally:
-            for found in now:
-                put(*found)
-            for value, items in contents:
-                put_back(value, items)
+            bring_back()
 
     def __bool__(self) -> bool:
         """Whether there is anything to look at."""

@@ -20,8 +20,8 @@ from graphmod.errors import CaptureRefused, VerificationFailed
 from graphmod.guards.guards import Guards
 from graphmod.signature.call import Call
 from graphmod.step.arena import Tape
-from graphmod.step.eager_parts import Methods
 from graphmod.step.entry import Account, Entry, GraphStats, Registry
+from graphmod.step.found_parts import Methods
 from graphmod.step.group import Group
 from graphmod.step.log import reason_of
 from graphmod.step.recording import Recording

@@ -112,10 +112,12 @@ def _run(context: Context, call: Call) -> Any:
             state, reason = launch(context, graph, leaves, careful)
         except LateRanks:
             raise
+        except CutShort as cut:
+            return go_on(context, entry, call, cut)
         except RuntimeError as error:
             let_through(error)
             if graph.began_parts:
-                raise  # an error of such a part, or after it
+                raise  # from a graph, after such a part
             context.drop(graph.tape)
             context.failed(entry, error, "a replay")
             return eager(context, call)
@@ -298,6 +300,18 @@ def launch(context: Context, graph: StepGraph, leaves: list[Tensor], careful: bo
     return state, None
 
 
+def go_on(context: Context, entry: Entry, call: Call, cut: CutShort) -> Any:
+    """The rest of a call whose graph cannot go on after an eager part."""
+    graph = cut.parts.graph
+    if isinstance(cut.reason, Diverged):
+        entry.forget(graph.recording)
+    if cut.reason is not None:
+        context.drop(*({graph.tape} if graph in entry.graphs else ()))
+        context.failed(entry, cut.reason, "what follows an eager part")
+    context.ran_eagerly()
+    return alone(context, entry, lambda: cut.parts.go_on(call))
+
+
 # -- capture: the recorded call once more, into a graph (rule R2) ------------------------------------------------------
 
 
@@ -333,12 +347,7 @@ def capture(context: Context, entry: Entry, call: Call, recording: Recording, ta
     except LateRanks:
         raise
     except CutShort as cut:
-        if isinstance(cut.reason, Diverged):
-            entry.forget(recording)
-        if cut.reason is not None:
-            context.failed(entry, cut.reason, "what follows an eager part")
-        context.ran_eagerly()
-        return functools.partial(cut.end, call)
+        return functools.partial(go_on, context, entry, call, cut)
     except Exception as error:  # whatever user code or CUDA raised: the eager call decides what the user sees
         let_through(error)
         if context.agreement is not None:

@@ -6,23 +6,22 @@ that the graph made it gets as copies, whose changes are taken back; of tensors 
 fixed addresses. What it reads and does is not watched.
 
 Code after a part must find what it found in the recorded call: what it reads has guards of its own, which are compared
-once more when the part was made. In the call that is captured a difference ends the capture, and the rest of that call
-runs without one: it cannot be begun again. In a replay a difference is an error.
+once more when the part was made. Where they differ, or the part raises an error, or a capture fails after it, the call
+cannot be begun again, and its rest runs eagerly: its code is run from the beginning, and finds up to there what the
+graph and the parts have made (`EagerParts.go_on`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import dis
 import functools
-import gc
-import inspect
-import itertools
+import operator
+import os
 import sys
 import types
-import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import FrameType
 from typing import Any
@@ -31,33 +30,34 @@ import torch
 from torch import Tensor
 
 from graphmod.errors import CaptureRefused, Diverged, EagerPartFailed
-from graphmod.guards.changes import SCHEDULERS, all_changes, line_of, name_of, what_changed
+from graphmod.errors import reason as reason_of
+from graphmod.guards.changes import what_changed
 from graphmod.guards.guards import Guards
-from graphmod.guards.notes import STANDS_FOR, UNGUARDED, Notes
-from graphmod.guards.values import Kind, dict_of, kind_of
+from graphmod.guards.hooks import HookWatch
+from graphmod.guards.notes import UNGUARDED, Notes
 from graphmod.reads.frames import noting
-from graphmod.reads.operand_stack import function_of, is_called, on_stack
-from graphmod.signature.call import Call, Flat
-from graphmod.signature.flattening import PLAIN_KINDS, Opaque, rebuild
+from graphmod.reads.operand_stack import function_of, is_called
+from graphmod.signature.call import Call
+from graphmod.signature.flattening import PLAIN_KINDS, Opaque
 from graphmod.signature.modes import FOREIGN, GRAD, INFERENCE, SETTINGS, difference, entered_again
 from graphmod.step.gradients import GradientBuffer, Left, as_memory, is_split, leave_behind, lend, memory_of, part
 from graphmod.step.results import PartOf
-from graphmod.torch_private import beside_dynamo, conjugated, negated, storage_uses
+from graphmod.torch_private import beside_dynamo, conjugated, negated, set_versions, storage_uses
 from graphmod.trace import dispatch
 from graphmod.trace.dispatch import hidden
+from graphmod.trace.fast_forward import FastForward, Gave, Trail
+from graphmod.trace.garbage import no_garbage_collection
+from graphmod.trace.generators import put_back
 from graphmod.trace.hazards import OUTSIDE, Reason
 from graphmod.trace.host_draws import HostDraws
-from graphmod.trace.lines import CORE, TORCH, location
-from graphmod.trace.operations import Step, address
+from graphmod.trace.lines import location
+from graphmod.trace.operations import address
 from graphmod.trace.recorder import Follower, Recorder
-from graphmod.trace.untraced import untraced
+from graphmod.trace.undo import Unwinding, let_through, within
 
-_JOINED = ("zero_grad",)  # eager parts where they come after one: what that has changed they read
 MOST = 8  # in one call: more cost more than they bring
 _RAISES = Reason("is an eager part, and raises an error", OUTSIDE)
 _TENSOR = object()  # stands for one in a form
-_ByGenerator: Any = type(contextlib.contextmanager(lambda: (yield))())
-_UNWATCHED = ("contextlib", "warnings")  # what these change and put back has no guard
 
 
 def eager(function: Callable) -> Callable:
@@ -199,44 +199,10 @@ def _is_dropped(frame: FrameType) -> bool:
     return steps[at + 1].opname == "POP_TOP" and function is not None and is_called(caller, function, steps, at)
 
 
-def _why_unlike(frame: FrameType | None) -> str | None:
-    """Why the call under way would end otherwise in a replay, which runs none of the code around it: that would handle
-    an error, or has changed what nobody watches."""
-    while frame is not None and not frame.f_code.co_filename.startswith(CORE):
-        steps = {step.offset: step.opname for step in dis.get_instructions(frame.f_code)}
-        # pyrefly: ignore[missing-attribute] -- typeshed leaves it out
-        for entry in dis._parse_exception_table(frame.f_code):
-            if not entry.start <= frame.f_lasti < entry.end:
-                continue
-            after = [name for offset, name in steps.items() if offset >= entry.target][:2]
-            if "WITH_EXCEPT_START" in after:
-                manager = getattr(on_stack(frame, entry.depth), "__self__", None)
-                why = None if manager is None else _why_within(manager)
-                if why is not None:
-                    return why
-            elif after[0] == "PUSH_EXC_INFO":
-                return "is called inside a try statement, which no replay runs"
-        frame = frame.f_back
-    return None
-
-
-def _why_within(manager: Any) -> str | None:
-    """Likewise for a `with` block."""
-    kind: Any = type(manager)
-    if isinstance(manager, _ByGenerator):
-        return _why_unlike(manager.gen.gi_frame)
-    leave = inspect.unwrap(kind.__exit__)
-    if kind.__module__.startswith("torch.") or not isinstance(leave, types.FunctionType):
-        return None
-    steps = list(dis.get_instructions(leave))
-    ends = [
-        before if step.opname == "RETURN_VALUE" else step
-        for before, step in itertools.pairwise(steps)
-        if "RETURN_" in step.opname
-    ]
-    if kind.__module__ in _UNWATCHED or any("CONST" not in step.opname or step.argval for step in ends):
-        return f"is called inside `with {kind.__name__}`, which no replay enters"
-    return None
+def _beside() -> tuple:
+    """What contexts of `contextlib` and `warnings` change, on which there is no guard."""
+    here = os.stat(".")
+    return sys.stdout, sys.stderr, id(warnings.filters), warnings.showwarning, here.st_dev, here.st_ino
 
 
 # -- in a recorded call ------------------------------------------------------------------------------------------------
@@ -248,15 +214,16 @@ class RecordedPart:
         index: how many operations come before it.
         form, kinds: of the function and what it is given; see `_form_of`.
         old: the objects in that, by identity, which were there before the call.
-        method: its name, of one that nobody has marked; else "".
+        backward: whether a backward comes after it.
         given: what it returned; None where nobody uses that.
         guards: what code after it reads, up to the next.
     """
 
     guards: Guards
+    backward: bool
 
-    def __init__(self, name: str, caller: FrameType, index: int, method: str = "") -> None:
-        self.name, self.method = name, method
+    def __init__(self, name: str, caller: FrameType, index: int) -> None:
+        self.name = name
         self.where = location(caller.f_code, caller.f_lineno)
         self.index = index
         self.form: Any = None
@@ -264,94 +231,13 @@ class RecordedPart:
         self.old: dict[int, Any] = {}
         self.given: Given | None = None
 
-    def guard(self, notes: Notes, backward: bool) -> None:
+    def finish(self, notes: Notes, recorder: Recorder) -> None:
         """Makes the guards, of notes on what was read after it."""
-        self.guards = Guards(notes, backward)
+        self.guards = Guards(notes, recorder.backward)
+        self.backward = any(step.code is None for step in recorder.trace[self.index :])
 
     def __str__(self) -> str:
         return f"{self.name} ({self.where})"
-
-
-_MOST_REACHED = 2**20  # objects, of which one is looked for
-_BEYOND = (type, types.ModuleType, types.CodeType, types.FrameType)  # what everybody can reach
-
-
-def _reached(roots: Iterable[Any]) -> dict[int, Any] | None:
-    """What code can reach that is given some objects, by identity; None if that is too much to look through. Not what
-    names of a module lead to."""
-    found: dict[int, Any] = {}
-    todo = list(roots)
-    while todo:
-        value = todo.pop()
-        if id(value) in found or isinstance(value, _BEYOND):
-            continue
-        found[id(value)] = value
-        if len(found) > _MOST_REACHED:
-            return None
-        if isinstance(value, weakref.ref):
-            todo.append(value())
-        elif isinstance(value, types.FunctionType):
-            todo += (value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__)
-        else:
-            todo += gc.get_referents(value)
-    return found
-
-
-def _leaves_in_place(known: RecordedPart) -> bool:
-    """Whether a part is known to leave tensors where they are: a method of PyTorch's own."""
-    function = known.form[1]
-    function = function.value if isinstance(function, Opaque) else function[1].value
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return code is not None and code.co_filename.startswith(TORCH)
-
-
-def _unsafe(index: int, parts: list[RecordedPart], later: list[Notes], reads: list[set[int]], backward: bool) -> str:
-    """What code reads after a part that nobody has marked, and that may be another now and then, as far as anybody can
-    tell; "" if there is nothing.
-
-    Args:
-        index: of the part.
-        later: what was read after each part, up to the next; reads: the addresses outside of the call.
-        backward: whether a backward comes after the part.
-    """
-    known = parts[index]
-    roots = [*known.old.values()]
-    kinds = {
-        kind for one in roots for kind in type(one).__mro__ if not kind.__module__.startswith(("torch.", "builtins"))
-    }
-    stored = set()
-    for function in [one for kind in kinds for one in vars(kind).values() if isinstance(one, types.FunctionType)]:
-        names = function.__globals__
-        roots += [value for name in function.__code__.co_names if not callable(value := names.get(name))]
-        steps = dis.get_instructions(function.__code__)
-        stored |= {(id(names), step.argval) for step in steps if step.opname == "STORE_GLOBAL"}
-    reached = _reached(roots)
-    if reached is None:
-        return f"reads what nobody can tell apart from what {known} is given"
-    owners = reached.keys() | set(map(id, kinds))
-    looked_up = {"__getattribute__", "__getattr__", *(one.method.rpartition(".")[2] for one in parts)}
-    told = None
-    for notes in later[index:]:
-        for one in notes.notes.values():
-            read = id(one.owner) in owners or (id(one.owner), one.key) in stored
-            if told is None and read and one.key not in looked_up and not isinstance(one.container, Kind):
-                told = f"{name_of(one)} ({line_of(one.where)})"
-        for value, _, where in notes.contents.values():
-            if told is None and id(value) in owners:
-                told = f"the items of a {kind_of(value)} ({line_of(where)})"
-    if told is None and not _leaves_in_place(known):
-        tensors = [one for one in reached.values() if isinstance(one, Tensor)]
-        at = {address(one) for one in tensors} | {
-            address(one.grad) for one in tensors if one.is_leaf and one.grad is not None
-        }
-        moved = backward or not at.isdisjoint(set().union(*reads[index:]) - {0})
-        told = "tensors that it reaches, or computes their gradients," if moved else None
-    if told is None:
-        return ""
-    return (
-        f"reads {told} after {known}, which may change that now and then; if it never does, call "
-        f"graphmod.eager(...{known.method.rpartition('.')[2]})(...)"
-    )
 
 
 class RecordedParts:
@@ -365,7 +251,6 @@ class RecordedParts:
 
     Attributes:
         made: the parts, in order.
-        unsafe: why code after a part that nobody has marked may find another value than the graph; "" if it cannot.
     """
 
     def __init__(
@@ -378,24 +263,17 @@ class RecordedParts:
         self._call, self.noted, self._draws, self._methods = call, noted, draws, methods or nullcontext()
         self._drawn = 0
         self._held: list[Any] = []  # so that nothing else comes to lie where these do
-        self._reads: list[set[int]] = []  # the addresses read before each part, since the part before
+        self._beside = _beside()
         self.made: list[RecordedPart] = []
-        self.unsafe = ""
 
-    def reach(self, value: Any) -> bool:
-        """See `recorder.Parts`."""
-        return any(id(value) in (_reached(known.old.values()) or ()) for known in self.made)
-
-    def leave(self) -> bool:
+    def after(self, index: int, op: Any, args: tuple, kwargs: dict, result: Any, fresh: list[Tensor]) -> None:
         """Nothing is captured."""
-        return False
 
-    def call(self, recorder: Any, function: Callable, args: tuple, kwargs: dict, frame: FrameType, method: str) -> Any:
+    def call(self, recorder: Any, function: Callable, args: tuple, kwargs: dict, frame: FrameType, name: str) -> Any:
         """See `recorder.Parts`."""
         caller: Any = frame.f_back
-        known = RecordedPart(method or _name_of(function), caller, len(recorder.trace), method)
+        known = RecordedPart(name or _name_of(function), caller, len(recorder.trace))
         self.made.append(known)
-        self._reads.append(recorder.read_since)
         tensors: list[Tensor] = []
         try:
             self._methods.__exit__(None, None, None)
@@ -405,7 +283,7 @@ class RecordedParts:
                 run = function if self.noted is None else functools.partial(self.noted.unnoted, function)
                 result = run(*args, **kwargs)
                 if not _is_dropped(frame):
-                    unfit = unfit or self._unfit(self._take_returned, known, result, tensors, bool(method))
+                    unfit = unfit or self._unfit(self._take_returned, known, result, tensors)
         except BaseException:
             recorder.refuse(known.name, _RAISES)
             raise
@@ -414,13 +292,14 @@ class RecordedParts:
         self._held += [result, *tensors]
         recorder.after_part([] if known.given is None else known.given.tensors, tensors)
         self._drawn = 0 if self._draws is None else len(self._draws)
-        unfit = unfit or _why_unlike(caller)
         if unfit is not None:
             recorder.refuse(known.name, Reason(f"is an eager part that {unfit}", OUTSIDE))
         return result
 
     def _changed(self) -> str | None:
         """What code before a part has changed, which that would not find so in a replay."""
+        if _beside() != self._beside:
+            return "is called where output, warnings or the working directory are redirected, as they are in no replay"
         changed = None if self.noted is None else what_changed(self.noted.notes)
         return changed and f"comes after code that {changed}"
 
@@ -438,10 +317,8 @@ class RecordedParts:
         known.kinds = [*map(_kind, found)]
         tensors += [tensor.detach() for tensor in found]  # and not itself: autograd counts who holds gradients
 
-    def _take_returned(self, known: RecordedPart, result: Any, tensors: list[Tensor], found: bool) -> None:
+    def _take_returned(self, known: RecordedPart, result: Any, tensors: list[Tensor]) -> None:
         known.given = given = Given(result)
-        if found and given.tensors:
-            raise CaptureRefused("returns tensors, and nobody has marked it as one that always does")
         there = {address(tensor) for tensor in tensors} - {0}
         own = torch.empty(1)
         uses = storage_uses(own.untyped_storage()._cdata)
@@ -468,14 +345,10 @@ class RecordedParts:
             return None
         assert self.noted is not None, "only recorded calls are judged"
         for known, notes in zip(self.made, self.noted.later, strict=True):
-            known.guard(notes, recorder.backward)
-        reads = [read & recorder.outside.keys() for read in (*self._reads[1:], recorder.read_since)]
-        for index, known in enumerate(self.made):
-            backward = any(step.code is None for step in recorder.trace[known.index :])
-            if known.method and not self.unsafe:
-                self.unsafe = _unsafe(index, self.made, self.noted.later, reads, backward)
-        if self.unsafe:
-            return self.unsafe
+            known.finish(notes, recorder)
+        late = None if recorder.script is None else next(iter(recorder.script.late.values()), None)
+        if late is not None:
+            return str(late)
         if len(self.made) > MOST:
             every = "; ".join(map(str, self.made))
             return f"has {len(self.made)} eager parts, and at most {MOST} of them are worth it: {every}"
@@ -491,211 +364,27 @@ class RecordedParts:
         return None
 
 
-# -- methods that become eager parts by themselves ---------------------------------------------------------------------
-class _Tried:
-    """A method that may become an eager part, in the call in which these are looked at.
-
-    Attributes:
-        causes: what a graph cannot repeat and it did, outside of other such methods that it calls; in words.
-        is_most: whether a backward ran inside, so that it is most of the call.
-    """
-
-    def __init__(self) -> None:
-        self.causes: Counter[str] = Counter()
-        self.is_most = False
-
-    def take_in(self, causes: Counter[str], operations: list[Step]) -> None:
-        """Takes in one of its calls."""
-        self.causes += causes
-        self.is_most = self.is_most or any(step.code is None for step in operations)
-
-
-class Methods:
-    """The methods that one callable calls and that become eager parts although nobody has marked them: an optimizer's
-    `step`, an average's `update`.
-
-    A recorded call that is refused shows which such methods ran. In the next, what a graph cannot repeat is counted
-    before and after each. If nothing is left but what some of them do, those are eager parts from then on. Each of
-    these calls is one of the user's, like any other.
-
-    Attributes:
-        refused: why the first call was refused.
-        found: those that are eager parts, by name; why: the first thing that they do and a graph cannot repeat.
-
-    Args:
-        wanted: whether there are to be any.
-    """
-
-    def __init__(self, wanted: bool = False) -> None:
-        self._gave_up = not wanted
-        self.refused = self.why = ""
-        self.found: list[str] = []
-        self._methods: list[tuple[Any, str]] = []
-        self._tried: dict[tuple[int, str], _Tried] | None = None
-        self._inside: Counter[str] = Counter()  # causes in the methods that the one under way has called so far
-
-    def learn(self, recorder: Recorder, refused: str) -> bool:
-        """Takes in a recorded call that was refused. Returns whether the next may do better."""
-        parts = recorder.parts
-        assert isinstance(parts, RecordedParts) and parts.noted is not None, "it was recorded"
-        noted = parts.noted
-        if self._gave_up:
-            return False
-        if self.found:  # what comes after them is no better
-            self.refused = f"{self.refused}. It {parts.unsafe}" if parts.unsafe else self.refused
-            self.give_up()
-        elif self._tried is None:
-            self.refused, self._tried = refused, {}
-            self._methods = noted.methods
-            self._gave_up = not self._methods
-        else:
-            tried, self._tried = {key: one for key, one in self._tried.items() if one.causes}, None
-            rest = _causes(recorder, noted.notes)
-            for one in tried.values():
-                rest -= one.causes
-            if rest or any(one.is_most for one in tried.values()):
-                tried = {}
-            # What one method keeps, the others of its object use; and a rate that changes would be another graph.
-            owners = {id(owner) for owner, _ in self._of(tried)}
-            owners |= {id(one.optimizer) for one, _ in self._of(tried) if isinstance(one, SCHEDULERS)}
-            for owner, name in self._methods:
-                if id(owner) in owners or name in _JOINED:
-                    tried.setdefault((id(owner), name), _Tried())
-            self._methods = self._of(tried)
-            self.found = [f"{type(owner).__name__}.{name}" for owner, name in self._methods if name not in _JOINED]
-            self.why = next((cause for one in tried.values() for cause in one.causes), "")
-            self._gave_up = not self.found
-        return not self._gave_up
-
-    def give_up(self) -> None:
-        """Takes in that something was compiled, once more where methods were in place: that is what it stands on."""
-        if self._methods:
-            self._gave_up, self._methods, self.found = True, [], []
-
-    def _of(self, tried: dict[tuple[int, str], _Tried]) -> list[tuple[Any, str]]:
-        return [(owner, name) for owner, name in self._methods if (id(owner), name) in tried]
-
-    def in_place(self, noted: noting | None = None) -> AbstractContextManager:
-        """Inside, calls of these methods come here, as far as somebody records them.
-
-        Args:
-            noted: what notes what the call reads, if it does.
-        """
-        owners: dict[tuple[int, str], tuple[Any, set[int]]] = {}
-        for owner, name in self._methods:
-            holders = (owner, *type(owner).__mro__)
-            holder = next(one for one in holders if name in (dict_of(one) or getattr(one, "__dict__", ())))
-            owners.setdefault((id(holder), name), (holder, set()))[1].add(id(owner))
-        return _InPlace(
-            [(one, name, self._stand_in(one, name, those, noted)) for (_, name), (one, those) in owners.items()]
-        )
-
-    def _stand_in(self, holder: Any, name: str, owners: set[int], noted: noting | None) -> Callable:
-        found = vars(holder)[name]
-        function = getattr(found, STANDS_FOR, found)  # another thread may record, too
-
-        @functools.wraps(function)
-        @beside_dynamo
-        def call(*args: Any, **kwargs: Any) -> Any:
-            recorder: Any = dispatch.current()
-            owner = args[0] if isinstance(holder, type) else holder
-            if not isinstance(recorder, Recorder) or id(owner) not in owners:
-                return function(*args, **kwargs)
-            if name in _JOINED and not (recorder.parts and recorder.parts.reach(owner)):
-                return function(*args, **kwargs)
-            method, given = (types.MethodType(function, owner), args[1:]) if owner is not holder else (function, args)
-            if self._tried is not None and noted is not None:
-                tried = self._tried.setdefault((id(owner), name), _Tried())
-                return self._try(tried, recorder, noted, method, given, kwargs)
-            return recorder.eager_part(method, given, kwargs, sys._getframe(), f"{type(owner).__name__}.{name}")
-
-        setattr(call, STANDS_FOR, function)
-        return call
-
-    def _try(
-        self, tried: _Tried, recorder: Recorder, noted: noting, method: Callable, args: tuple, kwargs: dict
-    ) -> Any:
-        before, begin = untraced(_causes, recorder, noted.notes), len(recorder.trace)
-        outside, self._inside = self._inside, Counter()
-        try:
-            return method(*args, **kwargs)
-        finally:
-            new = untraced(_causes, recorder, noted.notes) - before
-            tried.take_in(new - self._inside, recorder.trace[begin:])
-            self._inside = outside + new
-
-
-def _causes(recorder: Recorder, notes: Notes) -> Counter[str]:
-    """All that a graph cannot repeat of a recorded call, so far."""
-    with hidden():
-        return Counter([*map(str, recorder.hazards), *map(str, all_changes(notes))])
-
-
-class _InPlace:
-    """Inside, classes have other methods, and objects, where these have one of their own: what is in an object, its
-    own code may copy, pickle or count.
-
-    Args:
-        methods: `(class or object, name, method)` of each.
-    """
-
-    def __init__(self, methods: list[tuple[Any, str, Callable]]) -> None:
-        self._methods = methods
-
-    def __enter__(self) -> None:
-        for holder, name, stand_in in self._methods:
-            _put(holder, name, stand_in)
-
-    def __exit__(self, *_: object) -> None:
-        for holder, name, stand_in in self._methods:
-            if vars(holder).get(name) is stand_in:
-                _put(holder, name, getattr(stand_in, STANDS_FOR))
-
-
-def _put(holder: Any, name: str, method: Callable) -> None:
-    if isinstance(holder, type):
-        type.__setattr__(holder, name, method)
-    else:
-        vars(holder)[name] = method
-
-
 # -- in a capture, and in its replays ----------------------------------------------------------------------------------
 class CutShort(Exception):
-    """A capture ended after an eager part, and its call went on without.
+    """A graph cannot go on after an eager part: the rest of the call is to run eagerly, see `EagerParts.go_on`.
 
     Attributes:
-        reason: why; None where that was no fault of the capture's.
-        result: what the call returned; error: what it raised.
-        given: the tensors that it had in the place of its arguments.
+        parts: that go on.
+        reason: why; None where the part has raised an error, which is the user's.
     """
 
-    def __init__(
-        self, reason: BaseException | None, result: Flat | None, error: BaseException | None, given: list[Tensor]
-    ) -> None:
-        super().__init__()
-        self.reason, self.result, self.error, self.given = reason, result, error, given
-
-    def end(self, call: Call) -> Any:
-        """Returns what the call returned, or raises what it raised.
-
-        Args:
-            call: that was made.
-        """
-        if self.error is not None:
-            raise self.error
-        assert self.result is not None, "it came to its end"
-        own = dict(zip(map(id, self.given), call.leaves, strict=True))
-        leaves = [own.get(id(tensor), tensor) for tensor in self.result.leaves]
-        return rebuild(self.result.structure, leaves)
+    def __init__(self, parts: EagerParts, reason: Exception | None) -> None:
+        super().__init__(reason)
+        self.parts, self.reason = parts, reason
 
 
 class _Loan:
-    """Memory of the graph's, of which parts have a copy in each call. What they write there, whenever they do, is
+    """Memory of the graph's, of which eager code has a copy in each call. What that writes there, whenever it does, is
     brought back after each part.
 
     Attributes:
         memory: all of it as bytes; of a tensor that a part returned, what the graph reads in its place.
-        lent: what parts have in the call under way.
+        lent: what eager code has in the call under way.
     """
 
     __slots__ = ("lent", "memory")
@@ -704,8 +393,14 @@ class _Loan:
         self.memory = memory
         self.lent: Tensor | None = None
 
+    def storage(self) -> torch.UntypedStorage:
+        """What eager code has, from now on."""
+        if self.lent is None:
+            self.lent = self.memory.clone()
+        return self.lent.untyped_storage()
+
     def bring_back(self) -> None:
-        """Copies what parts have to where the graph reads it."""
+        """Copies what eager code has to where the graph reads it."""
         if self.lent is not None:
             self.memory.copy_(self.lent)
 
@@ -725,12 +420,10 @@ class _Own:
     def of_now(self) -> Tensor:
         """The tensor in the call under way, which may begin with it."""
         if self.made is None:
-            like, loan = self.memory, self.loan
-            if loan.lent is None:
-                loan.lent = loan.memory.clone()
+            like = self.memory
             with torch.inference_mode(like.is_inference()), torch.no_grad():
                 made = torch.empty(0, dtype=like.dtype, device=like.device)
-                made.set_(loan.lent.untyped_storage(), like.storage_offset(), like.size(), like.stride())
+                made.set_(self.loan.storage(), like.storage_offset(), like.size(), like.stride())
                 made = conjugated(made) if like.is_conj() else made
                 self.made = negated(made) if like.is_neg() else made
         return self.made
@@ -757,49 +450,74 @@ class EagerPart:
 
     Attributes:
         known: what the recorded call showed.
+        sources: of the tensors that it is given; see `tensor`.
         gradients: the gradients that the code before it left behind, for whoever looks at them.
         returned: what it returned last; None where nobody uses that.
         results: the tensors in that, as the graph has them.
         inputs: those of the graph that it reads between it and the next part.
+        outcome: what it returned last, as it is, and the error that it raised.
+        writes: which of what `EagerParts.watched` gives it changed in place in the call that was captured; wrote: what
+            it changed last, and how often.
+        modes_after: in which it left last.
 
     Args:
-        form, sources: what it is given; see `_form_of`, and `_tensor` for the tensors in it.
+        form: what it is given; see `_form_of`.
         modes: in which it is called; others: whether the captured call is in other ones.
     """
 
     def __init__(self, known: RecordedPart, form: Any, sources: list[Any], modes: tuple, others: bool) -> None:
-        self.known, self._form, self._sources = known, form, sources
-        self._modes, self._enters, self._modes_after = modes, others, modes
+        self.known, self._form, self.sources = known, form, sources
+        self._modes, self.enters, self.modes_after = modes, others, modes
         self._goes_on = True  # whether operations follow
         self.gradients: list[tuple[Tensor, Left]] = []
         self.returned: Given | None = None
         self.results: list[_Own] = []
         self.inputs: list[tuple[int, Any]] = []
+        self.outcome: tuple[Any, Exception | None] = None, None
+        self.writes: set[Any] | None = None
+        self.wrote: list[tuple[Tensor | _Own, int]] = []
         self._tensors: list[Tensor] = []
         self._addresses: list[int] = []
         self._owned: list[Tensor] = []
         self._grads: list[int] = []
+        self._differentiated: list[Tensor] = []  # that a backward after it may reach
+        self._require: list[bool] = []
+        self._hooks = HookWatch([])
 
-    def run(self, leaves: list[Tensor], modes_now: Callable[[], tuple], device_type: str, copies: bool) -> Any:
-        """Makes the call.
+    def run(self, leaves: list[Tensor], watched: Callable[[], dict], group: Any, copies: bool) -> None:
+        """Makes the call, of which `outcome` tells then.
 
         Args:
             leaves: the tensor arguments of the captured call.
+            watched: gives what may be changed in place, by some name, once the part has what it is given.
         """
         leave_behind(self.gradients, copies)
-        made = [self._tensor(source, leaves) for source in self._sources]
+        made = [self.tensor(source, leaves) for source in self.sources]
         function, args, kwargs = _made_of(self._form, iter(made))
-        with self._as_there(device_type):
-            result = function(*args, **kwargs)
-            self._modes_after = modes_now()
-        return result
+        before = {name: (one, _version(one)) for name, one in watched().items()} if self.known.backward else {}
+        result, raised = None, None
+        with _in_modes(self._modes if self.enters else None, group.backend.device_type):
+            try:
+                result = function(*args, **kwargs)
+            except Exception as error:
+                let_through(error)
+                raised = error
+            self.modes_after = group.modes()
+        self.outcome = result, raised
+        now = {name: (one, _version(one) - was) for name, (one, was) in before.items()}
+        changed = {name for name, (_, times) in now.items() if times}
+        self.wrote = [now[name] for name in changed]
+        self.writes = changed if self.writes is None else self.writes
+        self._writes_more = not changed <= self.writes
 
     @property
     def own(self) -> list[_Own]:
         """The tensors of the graph that it is given."""
-        return [source for source in self._sources if isinstance(source, _Own)]
+        return [source for source in self.sources if isinstance(source, _Own)]
 
-    def _tensor(self, source: Any, leaves: list[Tensor]) -> Tensor:
+    def tensor(self, source: Any, leaves: list[Tensor]) -> Tensor:
+        """A tensor that it is given: an argument of the call (by its index), a part of one, one that the graph made, or
+        one that is there, or is made by a call."""
         if isinstance(source, int):
             return leaves[source]
         if isinstance(source, PartOf):
@@ -808,16 +526,7 @@ class EagerPart:
             return source.of_now()
         return source() if callable(source) else source
 
-    def _as_there(self, device_type: str) -> AbstractContextManager:
-        if not self._enters:
-            return nullcontext()
-        stack = ExitStack()
-        stack.enter_context(entered_again(self._modes, device_type))
-        stack.enter_context(torch.inference_mode(self._modes[INFERENCE]))
-        stack.enter_context(torch.set_grad_enabled(self._modes[GRAD]))
-        return stack
-
-    def take(self, result: Any) -> None:
+    def take(self) -> None:
         """Copies what it returned to where the graph reads it.
 
         Raises:
@@ -828,13 +537,13 @@ class EagerPart:
             raise CaptureRefused(f"{self.known} changes what code after it reads: {reason}")
         if self.known.given is None:
             return
-        given = Given(result)
+        given = Given(self.outcome[0])
         if given.outline != self.known.given.outline:
             raise CaptureRefused(f"{self.known} returns other values, or tensors of other kinds, than before")
         self.returned = given
         if not self.results:
             with torch.inference_mode(False), torch.no_grad():
-                self.results = [_Own(_Loan(kept), kept) for kept in map(torch.clone, given.tensors)]
+                self.results = [_Own(_Loan(kept.data), kept) for kept in map(torch.clone, given.tensors)]
         for own, tensor in zip(self.results, given.tensors, strict=True):
             own.made = own.loan.lent = tensor
 
@@ -857,6 +566,9 @@ class EagerPart:
         at = dict(zip(map(id, owned), self._grads, strict=True))
         self._owned = [p for p in owned if (backward if not at[id(p)] else at[id(p)] in reads)]
         self._grads = [at[id(p)] for p in self._owned]
+        self._differentiated = owned if self.known.backward else []
+        self._require = list(map(_requires_grad, self._differentiated))
+        self._hooks = HookWatch(self._differentiated)
 
     def note_gradients(self, owned: list[Tensor]) -> None:
         """Notes where gradients are, right after it was made."""
@@ -866,17 +578,67 @@ class EagerPart:
         """What code after it would find otherwise than in the recorded call, in words."""
         guards = self.known.guards
         reason = guards.moved() or guards.changed(gradients=False)
-        if reason is None and self._goes_on and self._modes_after != self._modes:
-            reason = f"a mode of PyTorch ({difference(self._modes, self._modes_after)[0]})"
+        if reason is None and self._goes_on and self.modes_after != self._modes:
+            reason = f"a mode of PyTorch ({difference(self._modes, self.modes_after)[0]})"
+        if reason is None and self._writes_more:
+            reason = "a tensor is changed in place that was not so before, and that a backward after it may need"
         if reason is None and [tensor.data_ptr() for tensor in self._tensors] != self._addresses:
             reason = "a tensor has moved to another address"
         if reason is None and self._owned and list(map(_grad_at, self._owned)) != self._grads:
             reason = "other gradients are there, or absent"
-        return reason
+        if reason is None and list(map(_requires_grad, self._differentiated)) != self._require:
+            reason = "requires_grad of a parameter"
+        return reason or self._hooks.changed()
+
+
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 def _grad_at(parameter: Tensor) -> int:
     return 0 if parameter.grad is None else address(part(parameter.grad))
+
+
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def _state_of(parameter: Tensor) -> tuple:
+    """Whether a parameter has a gradient, and requires one, and copies of what holds its hooks."""
+    hooks = [found and OrderedDict(found) for found in (getattr(parameter, name) for name in _HOOKS)]
+    return parameter.grad is not None, parameter.requires_grad, *hooks
+
+
+def _give(parameter: Tensor, grad: Tensor | None, requires_grad: bool, *hooks: Any) -> None:
+    parameter.requires_grad_(requires_grad)
+    if parameter.grad is not grad:
+        parameter.grad = grad
+    for name, held in zip(_HOOKS, hooks, strict=True):
+        if getattr(parameter, name) is not held:
+            setattr(parameter, name, held)
+
+
+def _version(one: Tensor | _Own) -> int:
+    tensor = one.made if isinstance(one, _Own) else one
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
+
+
+def _lasting(one: Tensor | _Own) -> Tensor | None:
+    """The tensor that parts and code have alike; None where code makes one of its own."""
+    return one if isinstance(one, Tensor) else one.made if one.made is one.loan.lent else None
+
+
+def _bump(tensor: Tensor, times: int) -> None:
+    if not tensor.is_inference():
+        set_versions((tensor,), (tensor._version + times,))
+
+
+def _in_modes(modes: tuple | None, device_type: str) -> ExitStack:
+    """Enters modes, if there are any to be entered."""
+    stack = ExitStack()
+    if modes is not None:
+        stack.enter_context(entered_again(modes, device_type))
+        stack.enter_context(torch.inference_mode(modes[INFERENCE]))
+        stack.enter_context(torch.set_grad_enabled(modes[GRAD]))
+    return stack
 
 
 class EagerParts:
@@ -885,27 +647,38 @@ class EagerParts:
     Args:
         graph: the `StepGraph`.
         call: that is captured; given: the static tensors in the place of its arguments.
-        owned: the leaf tensors that may collect gradients.
+        owned: the leaf tensors that may collect gradients, and that have some, or None, before the call.
 
     Attributes:
-        made: in order.
-        began: whether one was called in the replay, or capture, under way.
-        left: whether the call that was captured went on without.
+        graph, made: the graph, and its parts in order.
+        began: whether one was called in the replay, or capture, under way, which is not over.
         since: the gradients after the last one.
     """
 
     def __init__(self, graph: Any, call: Call, given: list[Tensor], owned: list[Tensor]) -> None:
-        self._graph, self._call, self._given, self._owned = graph, call, given, owned
+        self.graph, self._call, self._given, self._owned = graph, call, given, owned
         self.made: list[EagerPart] = []
-        self.began = self.left = False
-        self._captures = True
+        self.began = False
         self._reads: list[set[int]] = []  # the addresses read before each part, since the part before
+        self._trail = Trail()
         self._loans: dict[int, _Loan] = {}
         self._own: dict[int, tuple[Tensor, _Own]] = {}  # by identity of the tensors that the captured call has
-        self._recorder: Follower | None = None
+        self._lent: list[_Own] = []
         self.since: list[Tensor | None] = []
-        self.result: Flat | None = None
+        self._then = [_state_of(parameter) for parameter in owned]
+        self._may_change = [tensor for tensor in graph.recording.guards.tensors if not tensor.is_inference()]
         self._segments: list[Callable[[], None]] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        """A call begins, or has ended: what its parts were given is theirs."""
+        self.began, self._done = False, 0
+        self._host = self.graph.recording.host_draws.states()
+        self._put_back: Callable[[], None] | None = None
+        for own in self._lent:
+            own.forget()
+        for loan in self._loans.values():
+            loan.lent = None
 
     def within(self, ends: Any, memory: as_memory, methods: AbstractContextManager) -> None:
         """Takes in what the capture has put in place of parameters, gradients and methods."""
@@ -914,48 +687,42 @@ class EagerParts:
 
     # -- the capture ---------------------------------------------------------------------------------------------
 
-    def reach(self, value: Any) -> bool:
+    def after(self, index: int, op: Any, args: tuple, kwargs: dict, result: Any, fresh: list[Tensor]) -> None:
         """See `recorder.Parts`."""
-        return any(id(value) in (_reached(made.known.old.values()) or ()) for made in self.made)
+        self._trail.note(index, op, args, kwargs, result, fresh)
 
-    def call(self, recorder: Any, function: Callable, args: tuple, kwargs: dict, frame: FrameType, method: str) -> Any:
+    def call(self, recorder: Any, function: Callable, args: tuple, kwargs: dict, frame: FrameType, name: str) -> Any:
         """See `recorder.Parts`."""
-        self._recorder = recorder
-        try:
-            with hidden():
-                made = self._next(recorder, function, args, kwargs)
-        except CaptureRefused as refusal:
-            recorder.give_up(refusal)
-            return function(*args, **kwargs)
         with hidden():
+            try:
+                made = self._next(recorder, function, args, kwargs)
+            except CaptureRefused as refusal:
+                recorder.give_up(refusal)
+                raise
             recorder.graph.pause()
-        self.began, self._captures = True, False
-        try:
-            with hidden():
-                self._leave_behind(recorder, made)
-                self._show()
-                result = self._run(made, self._call.leaves)
-        except BaseException as error:
-            recorder.give_up(CaptureRefused(f"{made.known} raises {type(error).__name__}"))
-            raise
-        try:
-            with hidden():
+            self._trail.hold()
+            self._leave_behind(recorder, made)
+            self._show()
+            try:
+                self._run(made, self._call.leaves)
+                self._put_back = self._present()
                 made.note_gradients(self._owned)
-                buffers = [(i, one.buffer) for i, one in enumerate(self._graph.inputs) if one.buffer]
-                self._take(made, result, self._call.leaves, buffers)
-        except CaptureRefused as refusal:
-            recorder.give_up(refusal)
-            return result
+                buffers = [(i, one.buffer) for i, one in enumerate(self.graph.inputs) if one.buffer]
+                self._take(made, self._call.leaves, buffers)
+            except CutShort as cut:
+                raise Unwinding(cut) from None
         tensors = [own.memory for own in made.results]
         self._own.update((id(tensor), (tensor, own)) for tensor, own in zip(tensors, made.results, strict=True))
         self._loans.update((address(own.memory), own.loan) for own in made.results)
+        for tensor, own in self._own.values():
+            for _, times in [one for one in made.wrote if one[0] is own]:
+                _bump(tensor, times)
         self._hide()
         self.since = [parameter.grad for parameter in self._owned]
         self._reads.append(recorder.read_since)
         recorder.after_part(tensors, [own.memory for own in made.own])
         with hidden():
-            recorder.graph.resume()
-        self._captures = True
+            recorder.graph.resume(self._trail.held)
         return None if made.returned is None else made.returned.of(tensors)
 
     def _next(self, recorder: Follower, function: Callable, args: tuple, kwargs: dict) -> EagerPart:
@@ -964,7 +731,7 @@ class EagerParts:
         Raises:
             CaptureRefused: it had not, or it is given what no replay could give it.
         """
-        recording, entry = self._graph.recording, self._graph.entry
+        recording, entry = self.graph.recording, self.graph.entry
         number = len(self.made)
         known = recording.parts[number] if number < len(recording.parts) else None
         if known is None or known.index != len(recorder.trace):
@@ -973,7 +740,7 @@ class EagerParts:
         form = _form_of((function, args, kwargs), lambda value: id(value) in known.old, tensors)
         if form != known.form or [*map(_kind, tensors)] != known.kinds:
             raise Diverged(f"calls the eager part {known} with other values than the call before")
-        modes = self._graph.context.group.modes()
+        modes = self.graph.context.group.modes()
         before = entry.signature.modes
         if modes[FOREIGN] is not None or modes[SETTINGS] != before[SETTINGS]:
             raise CaptureRefused(f"calls the eager part {known} under a mode that no replay could enter")
@@ -986,8 +753,8 @@ class EagerParts:
     def _sources(self, known: RecordedPart, recorder: Follower, tensors: list[Tensor]) -> list[Any]:
         places = {id(static): index for index, static in enumerate(self._given)}
         at = {address(static): index for index, static in enumerate(self._given) if address(static)}
-        stood_in = {id(view): view._base for view in self._graph.stand_ins.values() if view._base is not None}
-        guards = self._graph.recording.guards
+        stood_in = {id(view): view._base for view in self.graph.stand_ins.values() if view._base is not None}
+        guards = self.graph.recording.guards
         held = {*map(id, guards.tensors), *map(id, self._owned)}
         left = [(p, p.grad) for p in self._owned if p.grad is not None and not is_split(p.grad)]
         grads = {address(grad): (parameter, grad) for parameter, grad in left}
@@ -1008,7 +775,7 @@ class EagerParts:
             elif where in at:
                 found.append(PartOf(at[where], self._given[at[where]], tensor, argument=True))
             elif recorder.made(where) or where in recorder.kept_at:
-                found.append(self._own_of(tensor, where))
+                found.append(self._own_of(tensor))
             elif where in recorder.outside or any(address(one) == where for one in guards.tensors):
                 found.append(tensor.detach)
             else:
@@ -1018,41 +785,58 @@ class EagerParts:
                 )
         return found
 
-    def _own_of(self, tensor: Tensor, where: int) -> _Own:
+    def _own_of(self, tensor: Tensor) -> _Own:
         if id(tensor) not in self._own:
-            if where not in self._loans:
-                self._loans[where] = _Loan(_bytes_of(tensor))
-            self._own[id(tensor)] = tensor, _Own(self._loans[where], tensor)
+            self._own[id(tensor)] = tensor, _Own(self._loan(tensor), tensor)
         return self._own[id(tensor)][1]
 
-    def _run(self, made: EagerPart, leaves: list[Tensor]) -> Any:
-        graph, context = self._graph, self._graph.context
-        context.counters.eager_parts += 1
-        group = context.group
-        return made.run(leaves, group.modes, group.backend.device_type, graph.entry.copies_out)
+    def _loan(self, tensor: Tensor) -> _Loan:
+        where = address(tensor)
+        if where not in self._loans:
+            self._loans[where] = _Loan(_bytes_of(tensor))
+        return self._loans[where]
 
-    def _take(self, made: EagerPart, result: Any, leaves: list[Tensor], inputs: list[tuple[int, Any]]) -> None:
+    def _run(self, made: EagerPart, leaves: list[Tensor]) -> None:
+        graph, context = self.graph, self.graph.context
+        context.counters.eager_parts += 1
+        self.began = True
+        made.run(leaves, self._watched, context.group, graph.entry.copies_out)
+        self._done += 1
+
+    def _watched(self) -> dict[Any, Tensor | _Own]:
+        """What a part may change in place and a backward may need, by a name that it has in each call."""
+        found: dict[Any, Tensor | _Own] = dict(enumerate(self._may_change))
+        for number, made in enumerate(self.made[: self._done + 1]):
+            found.update((id(own), own) for own in (*made.own, *(made.results if number < self._done else ())))
+        return found
+
+    def _take(self, made: EagerPart, leaves: list[Tensor], inputs: list[tuple[int, Any]]) -> None:
         """Has the graph find what a part returned, and what it wrote.
 
         Args:
             inputs: those of the graph that it is going to read, and that have a buffer.
 
         Raises:
-            CaptureRefused: see `EagerPart.take`.
+            CutShort: the part raised an error, or the graph cannot go on after it.
         """
-        made.take(result)
+        if made.outcome[1] is not None:
+            raise CutShort(self, None)
+        try:
+            made.take()
+        except CaptureRefused as refusal:
+            raise CutShort(self, refusal) from None
         with torch.inference_mode(False), torch.no_grad():
             for loan in self._loans.values():
                 loan.bring_back()
         for index, buffer in inputs:
-            buffer.load(leaves[index], self._graph.tape.arena.passes, self._graph.context)
+            buffer.load(leaves[index], self.graph.tape.arena.passes, self.graph.context)
 
     def _leave_behind(self, recorder: Follower, made: EagerPart) -> None:
         """Lends a part the gradients that code before it has left in memory of the graph."""
         for parameter, before in zip(self._owned, self.since, strict=True):
             grad = parameter.grad
             if grad is not before:
-                lent = None if grad is None else lend(parameter, grad, recorder.made, self._graph.entry)
+                lent = None if grad is None else lend(parameter, grad, recorder.made, self.graph.entry)
                 made.gradients.append((parameter, lent))
 
     def _show(self) -> None:
@@ -1078,47 +862,30 @@ class EagerParts:
                 if isinstance(left, GradientBuffer) and parameter.grad is left.memory:
                     parameter.grad = left.tensor
 
-    def leave(self) -> bool:
-        """See `recorder.Parts`."""
-        if not self.began:
-            return False
-        if self._captures:
-            self._captures = False
-            assert self._recorder is not None, "a part was called"
-            with hidden():
-                self._recorder.graph.leave()
-        if not self.left:
-            self.left = True
-            self._show()
-        return True
-
-    def cut_short(self, captured: Any, error: BaseException) -> None:
+    def cut_short(self, error: BaseException) -> None:
         """The capture failed after a part was called.
 
-        Args:
-            captured: what it made; None where it did not come to its end.
-            error: with which it failed.
-
         Raises:
-            CutShort: with what the call gave.
+            CutShort: the rest of the call is to run eagerly.
         """
-        if captured is not None:
-            self.launch_last(captured.segments)
-        of_call = None if self.result is not None else error
-        reason = error if self.result is not None or isinstance(error, EagerPartFailed) else None
-        raise CutShort(reason, self.result, of_call, self._given) from None
+        if isinstance(error, Unwinding):
+            raise error.reason from None
+        if isinstance(error, Exception):
+            let_through(error)
+            raise CutShort(self, error) from error
 
     def finish(self, captured: Any) -> None:
         """Takes in the capture."""
-        seen, recording = captured.seen, self._graph.recording
+        seen, recording = captured.seen, self.graph.recording
         self._segments = captured.segments
         bounds = [made.known.index for made in self.made[1:]] + [len(seen.trace)]
         reads = [*self._reads[1:], seen.read_since]
         for made, end, read in zip(self.made, bounds, reads, strict=True):
-            made.watch(self._owned, recording.guards.tensors, self._graph.inputs, seen, read, end)
+            made.watch(self._owned, recording.guards.tensors, self.graph.inputs, seen, read, end)
         self._lent = [own for _, own in self._own.values()]
         self._own = {}
-        self._end()
+        self._begin()
+        self.began = True  # up to the last launch
 
     @property
     def lent(self) -> list[tuple[Tensor, Left]]:
@@ -1127,39 +894,119 @@ class EagerParts:
 
     # -- replays -------------------------------------------------------------------------------------------------
 
-    def launch_last(self, segments: list[Callable[[], None]] | None = None) -> None:
+    def launch_last(self) -> None:
         """Launches what comes after the last part, for the call that was captured."""
-        if self._graph.context.group.backend.on_gpu:  # the emulator has run it
-            (segments or self._segments)[-1]()
+        if self.graph.context.group.backend.on_gpu:  # the emulator has run it
+            self._segments[-1]()
         self.began = False
-
-    def _end(self) -> None:
-        """A call has ended: what its parts were given is theirs."""
-        for own in self._lent:
-            own.forget()
 
     def replay(self, leaves: list[Tensor]) -> None:
         """Replays, with the parts in between.
 
         Raises:
-            EagerPartFailed: a part has changed what code after it reads.
+            CutShort: after one of them.
         """
-        graph = self._graph
-        try:
-            for launch, made in zip(self._segments, self.made, strict=False):
-                launch()
-                if not self.began:
-                    self.began = True
-                    graph.recording.host_draws.advance()
-                self._take(made, self._run(made, leaves), leaves, made.inputs)
-        except CaptureRefused as refusal:
-            graph.context.drop(graph.tape)
-            graph.context.keep_eager(graph.entry, str(refusal))
-            raise EagerPartFailed(
-                f"{graph.context.name!r}: {refusal}. This call is done up to and with that, and the rest is not; "
-                "further calls run eagerly. Keep that part outside of the captured call"
-            ) from refusal
-        finally:
-            self._end()
+        self._begin()
+        for launch, made in zip(self._segments, self.made, strict=False):
+            launch()
+            if not self.began:
+                self.began = True
+                self.graph.recording.host_draws.advance()
+            self._run(made, leaves)
+            self._take(made, leaves, made.inputs)
         self._segments[-1]()
-        self.began = False
+        self._begin()
+
+    # -- the rest of a call that was cut short ---------------------------------------------------------------------
+
+    def _present(self) -> Callable[[], None]:
+        """Returns what brings back what code finds now, beside the values of tensors."""
+        recording = self.graph.recording
+        places, host = recording.guards.keep(), recording.host_draws.states()
+        now = [(p.grad, p.requires_grad, *(getattr(p, name) for name in _HOOKS)) for p in self._owned]
+
+        def bring_back() -> None:
+            places()
+            put_back(host)
+            for parameter, state in zip(self._owned, now, strict=True):
+                _give(parameter, *state)
+
+        return bring_back
+
+    def go_on(self, call: Call) -> Any:
+        """Makes the rest of a call, after the last part that was made: its Python runs from the beginning, and finds
+        what it found then, and no operation or part up to there runs once more.
+
+        Raises:
+            EagerPartFailed: that Python does something else now.
+        """
+        graph, group, last = self.graph, self.graph.context.group, self.made[self._done - 1]
+        for _, left in self.lent:
+            if isinstance(left, GradientBuffer):
+                left.evacuate(for_another=True)  # the graph may not know of it
+        bring_back = self._put_back or self._present()
+        numbers, given = iter(range(self._done)), {}
+        modes = None if group.modes() == graph.entry.signature.modes else graph.entry.signature.modes
+
+        def part_again(function: Callable, args: tuple, kwargs: dict) -> Any:
+            made = self.made[next(numbers)]
+            with hidden():
+                tensors: list[Tensor] = []
+                form = _form_of((function, args, kwargs), lambda value: id(value) in made.known.old, tensors)
+                if form != made.known.form or made.known.index != len(fast.trace):
+                    fast.give_up(Diverged("it calls another eager part than before"))
+                given.update(zip(map(id, made.sources), tensors, strict=True))
+                if made is last:
+                    methods.__exit__(None, None, None)
+                    bring_back()
+                    entered.close()
+                    if group.modes() != last.modes_after:
+                        fast.give_up(CaptureRefused("it has changed a mode of PyTorch that is entered around it"))
+                for one, times in made.wrote:
+                    tensor = _lasting(one)
+                    _bump(given[id(one)] if tensor is None else tensor, times)
+            if made is last:
+                fast.arrive()
+            result, error = made.outcome
+            if error is not None:
+                raise error
+            return result
+
+        fast = FastForward(call.leaves, group.gpu, graph.recording.script, self._trail, self._lend, part_again)
+        methods = graph.context.methods.in_place()
+        entered = ExitStack()
+        try:
+            entered.enter_context(_in_modes(modes, group.backend.device_type))
+            guards = graph.recording.guards
+            if guards.changed(gradients=False) is not None:
+                guards.restore()
+            put_back(self._host)
+            for made in self.made[: self._done]:
+                for one, times in made.wrote:
+                    tensor = _lasting(one)
+                    if tensor is not None:
+                        _bump(tensor, -times)
+            for parameter, (had, *rest) in zip(self._owned, self._then, strict=True):
+                _give(parameter, fast.wrong(torch.empty_like(parameter)) if had else None, *rest)
+            unthreaded = torch.autograd.set_multithreading_enabled(False)
+            result = within(no_garbage_collection(), unthreaded, methods, fast, call=call)
+            if not fast.arrived:
+                raise CaptureRefused("its code does not come there again")
+            return result
+        except Exception as error:
+            if fast.arrived:
+                raise
+            raise EagerPartFailed(
+                f"{graph.context.name!r}: neither a graph nor eager code can go on after {last.known}: "
+                f"{reason_of(error)}. This call is done up to and with that, and the rest is not; keep that part out "
+                "of the captured call"
+            ) from error
+        finally:
+            if not fast.arrived:
+                entered.close()
+                bring_back()
+            self._begin()
+
+    def _lend(self, gave: Gave, memory: Tensor) -> Tensor:
+        with torch.no_grad():
+            return gave.over(self._loan(memory).storage())

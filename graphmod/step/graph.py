@@ -114,8 +114,6 @@ class StepGraph:
             with saving:
                 value = inside()
                 result = resolved(value, [there for _, _, there in guards.bound_now()])
-            if parts is not None:
-                parts.result = result
             return result
 
         def check(recorder: Follower, result: Flat) -> None:
@@ -162,11 +160,12 @@ class StepGraph:
             if self._flags:
                 self._look_first(captured, owned, before.grads)
         except BaseException as error:
-            if parts is not None and parts.began:
-                parts.cut_short(captured, error)
             if captured is not None:
                 captured.discard()
-            before.put_back()
+            if parts is None or not parts.began:
+                before.put_back()
+            else:
+                parts.cut_short(error)
             raise
         self.graph = captured
         since = before.grads
@@ -215,7 +214,7 @@ class StepGraph:
         """
         left = any(p.grad is not grad for p, grad in zip(owned, grads, strict=True))
         late = self.recording.script.late.values()
-        if captured.start is None or left or self.recording.generators or self.parts or self.context.agreement:
+        if captured.start is None or left or self.recording.generators or self.context.agreement:
             raise CaptureRefused(str(next(iter(late))))
         captured.start()
         if self.reads_otherwise():
@@ -342,7 +341,7 @@ class StepGraph:
 
     @property
     def began_parts(self) -> bool:
-        """Whether the replay under way has called an eager part, so that the call cannot be made in another way."""
+        """Whether the call under way has called an eager part, so that it cannot be begun again."""
         return self.parts is not None and self.parts.began
 
     def launch(self) -> None:

@@ -16,7 +16,8 @@ from graphmod.guards.guards import Guards
 from graphmod.guards.notes import Notes
 from graphmod.reads.frames import noting
 from graphmod.signature.call import Call, Given
-from graphmod.step.eager_parts import Methods, RecordedPart, RecordedParts
+from graphmod.step.eager_parts import RecordedPart, RecordedParts
+from graphmod.step.found_parts import Methods
 from graphmod.step.results import bind, not_to_be_made_again, outline, resolved
 from graphmod.torch_private import (
     any_autocast,

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -105,21 +105,17 @@ def _take(values: Iterable[Any], given: list[Any]) -> tuple:
 class Parts(Protocol):
     """Makes the eager parts of a call that is recorded or captured; see `step.eager_parts`."""
 
-    def reach(self, value: Any) -> bool:
-        """Whether a part that was made so far is given an object, or what leads to it."""
-
-    def call(self, recorder: Any, function: Callable, args: tuple, kwargs: dict, frame: FrameType, method: str) -> Any:
+    def call(self, recorder: Any, function: Callable, args: tuple, kwargs: dict, frame: FrameType, name: str) -> Any:
         """Calls a function of the user's as an eager part.
 
         Args:
             recorder: of the call.
             frame: of the function that its caller has called in its place.
-            method: its name, of one that nobody has marked; else "".
+            name: of a method that nobody has marked; else "".
         """
 
-    def leave(self) -> bool:
-        """The call cannot be captured any further. Returns whether an eager part was made, so that it is to go on from
-        here without a capture."""
+    def after(self, index: int, op: Any, args: tuple, kwargs: dict, result: Any, fresh: list[Tensor]) -> None:
+        """An operation of a capture has run; for `index` see `Recorder.number_of`, for the others `Graph.after`."""
 
 
 # -- operations whose result is computed into given memory -------------------------------------------------------------
@@ -198,6 +194,7 @@ class Recorder:
         compiles: whether torch.compile compiled something where it could be seen: a backward, for the first time.
         on_gpu: whether it works on a GPU.
         reads_on_host: whether it was refused for what it reads on the host, which nobody followed.
+        had_part: whether an eager part was called.
         mask_saved: the first place where autograd keeps a mask that is an index for a backward.
         collectives: how many operations that other processes take part in it has seen.
         unfinished: what the call has begun that only a backward brings to its end.
@@ -262,7 +259,7 @@ class Recorder:
         self.inputs_written: set[int] = set()
         self.read: set[int] = set()
         self.read_since: set[int] = set()
-        self.parts = parts
+        self.parts, self.had_part = parts, False
         self._with_parts: set[int] = set()  # addresses of what eager parts were given, or have returned
         self._late_at: dict[int, tuple[Tensor, Hazard]] = {}  # of truth values that a replay is to look at
         self._computed_into = 0  # address of the memory that the operation under way was given for its result
@@ -316,6 +313,10 @@ class Recorder:
     def refuse(self, operation: str, reason: Reason) -> None:
         """Takes in that the call does what a graph cannot repeat."""
         self.hazards.append(hazard(operation, lines(), reason, self.on_gpu))
+
+    def number_of(self, op: Any) -> int:
+        """What the operation under way counts as: its index in the trace, or, of those in `lifted`, one below 0."""
+        return -1 - len(self.lifted) if facts(op).lifts else len(self.trace)
 
     def made(self, where: int) -> bool:
         """Whether an operation made what lies at an address."""
@@ -400,12 +401,13 @@ class Recorder:
         """Takes in that torch.compile compiles: the call is to be recorded again."""
         self.compiles = True
 
-    def eager_part(self, function: Callable, args: tuple, kwargs: dict, frame: FrameType, method: str = "") -> Any:
+    def eager_part(self, function: Callable, args: tuple, kwargs: dict, frame: FrameType, name: str = "") -> Any:
         """Calls a function that is to be an eager part; see `Parts`."""
         if self.parts is None or current_node() is not None:
             self.refuse("an eager part", _NO_PART)
             return function(*args, **kwargs)
-        return self.parts.call(self, function, args, kwargs, frame, method)
+        self.had_part = True
+        return self.parts.call(self, function, args, kwargs, frame, name)
 
     def after_part(self, results: Iterable[Tensor], given: Iterable[Tensor]) -> None:
         """Takes in that an eager part was made, of which nothing was seen but what it was given and its results."""
@@ -753,11 +755,12 @@ class Graph:
     def pause(self) -> None:
         """An eager part comes: launches what was captured so far, and captures nothing until `resume`."""
 
-    def resume(self) -> None:
-        """The eager part was made."""
+    def resume(self, memory: Iterable[Tensor]) -> None:
+        """The eager part was made. What changes from here on is undone if the capture fails.
 
-    def leave(self) -> None:
-        """Launches what was captured since the last eager part. The rest of the call runs without a capture."""
+        Args:
+            memory: what the capture has made, and code may go on to use.
+        """
 
 
 class _Observing(threading.local):
@@ -774,7 +777,6 @@ class Follower(Recorder):
 
     Attributes:
         kept_at: the addresses of tensors of the recorded call, and of results of eager parts, that it goes on to use.
-        left: whether the call goes on without a capture, after an eager part.
         flags: what the call reads late (`Script.late`), each with the truth value that it went by.
 
     Args:
@@ -803,10 +805,11 @@ class Follower(Recorder):
         self.kept_at: set[int] = set()
         self.flags: list[tuple[Tensor, bool]] = []
         self._refused: str | None = None
-        self.left = False
         self._communicated, self._copies = False, True
         self._graph = Graph() if graph is None else graph
         self._after = [one for one in (self._graph.after, observing.by) if one is not None]
+        if parts is not None:
+            self._after.append(lambda op, *seen: parts.after(self.number_of(op), op, *seen))
         # Index of an operation -> makes the memory that its result is to be computed into.
         self._into: dict[int, Callable[[], Tensor]] = {} if script is None else dict(script.aims)
         self._into |= {index: lambda memory=memory: memory for index, memory in (targets or {}).items()}
@@ -829,27 +832,21 @@ class Follower(Recorder):
     # -- refusals ------------------------------------------------------------------------------------------------
 
     def refuse(self, operation: str, reason: Reason) -> None:
-        """Refuses the capture. Returns where an eager part was made before: then the call goes on without a capture.
+        """Refuses the capture.
 
         Raises:
-            CaptureRefused: in all other cases.
+            CaptureRefused: at once, and see `check`.
         """
         super().refuse(operation, reason)
         self.give_up(CaptureRefused(str(self.hazards[-1])))
 
-    def give_up(self, refusal: CaptureRefused) -> None:
+    def give_up(self, refusal: CaptureRefused) -> NoReturn:
         """See `refuse`."""
         self._refused = self._refused or str(refusal)  # and not the error, whose frames hold this
-        if not self.left:
-            self.left = self.parts is not None and self.parts.leave()
-        if not self.left:
-            raise refusal
-        self._undo.enter(hidden())
+        raise refusal
 
     def _cannot_follow(self, about: Facts, error: Exception) -> None:
-        if self.parts is None or not self.parts.leave():
-            raise error
-        self.give_up(CaptureRefused(f"{about.short} cannot be followed ({type(error).__name__}: {error})"))
+        raise error
 
     def note_compilation(self) -> None:
         """Refuses a capture in which torch.compile compiles."""
@@ -886,7 +883,6 @@ class Follower(Recorder):
                 self._take_address(address(kept))
                 return kept.requires_grad_() if kwargs.get("requires_grad") else kept
         self.give_up(Diverged(f"{lines().location} makes a tensor of other Python values than in the call before"))
-        return function(values, **kwargs)
 
     @contextmanager
     def copying_nothing(self) -> Iterator[None]:
@@ -939,11 +935,8 @@ class Follower(Recorder):
         differs = None if self.script is None else self.script.differs(one.index, one.step, lines)
         if differs is not None:
             self.give_up(Diverged(differs))
-            return _do(one.step.op, one.args, one.kwargs)
         reason = self._why_not(one)
         kept = None if reason is None else self._kept(one, reason)
-        if self.left:
-            return _do(one.step.op, one.args, one.kwargs)
         if kept is not None and kept.kind == "result":
             result = kept.result()
             if self.script is not None and one.index in self.script.late:

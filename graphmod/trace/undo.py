@@ -10,6 +10,7 @@ from __future__ import annotations
 import dis
 import sys
 import threading
+import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -143,6 +144,14 @@ def let_through(error: BaseException) -> None:
         raise error
 
 
+class Unwinding(BaseException):
+    """Leaves code that a capture runs, past those who catch every exception; `reason` is to be raised then."""
+
+    def __init__(self, reason: Exception) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
 def is_interrupt(error: BaseException | None) -> bool:
     """Whether an error was raised by no code that ran, but by a signal handler, or by another thread in this one.
 
@@ -150,7 +159,7 @@ def is_interrupt(error: BaseException | None) -> bool:
     instruction that raises no such error.
     """
     if not isinstance(error, Exception):
-        return error is not None
+        return not isinstance(error, (Unwinding, types.NoneType))
     last = trace = error.__traceback__
     while trace is not None:
         last, frame, trace = trace, trace.tb_frame, trace.tb_next

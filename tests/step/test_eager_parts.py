@@ -4,6 +4,8 @@ import contextlib
 import copy
 import ctypes
 import functools
+import io
+import os
 import pickle
 import random
 from collections import defaultdict
@@ -14,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import graphmod
 from graphmod import CUDAGraphModule, eager, graph_layers
+from graphmod.errors import EagerPartFailed
 from tests.support import harness
 from tests.support.harness import Side, loss_of, mlp, play, twins
 
@@ -716,34 +718,164 @@ def test_a_part_that_moves_a_weight(device):
     refused(make, device, "")
 
 
-def test_a_part_that_changes_now_and_then_what_code_after_it_reads(device):
-    """No call can be begun again, so this is an error, and never a wrong number."""
+class Holder:
+    scale, count, limit, raised = 1.0, 0, 1.0, False
 
-    class Holder:
-        scale, count = 1.0, 0
 
-    holder = Holder()
+def leave_no_gradient(s, y):
+    for parameter in s.model.parameters():
+        parameter.grad = None
+
+
+CHANGES = {
+    "attribute": lambda s, y: setattr(s.holder, "scale", s.holder.scale + 1),
+    "branch": lambda s, y: setattr(s.holder, "limit", -1.0),
+    "weight": lambda s, y: setattr(s.model[0].weight, "data", s.model[0].weight.data * 2),
+    "gradients": leave_no_gradient,
+    "rate": lambda s, y: s.optimizer.param_groups[0].update(lr=0.01),
+    "shape": lambda s, y: setattr(s.holder, "count", s.holder.count + 100),
+    "grad mode": lambda s, y: torch.set_grad_enabled(False),
+    "autocast": lambda s, y: torch.set_autocast_enabled(y.device.type, True),
+    "default dtype": lambda s, y: torch.set_default_dtype(torch.float64),
+    "error": lambda s, y: (s.holder.values, y.no_such_attribute),
+}
+
+
+@pytest.mark.parametrize("first", [3, 8], ids=["captured", "replayed"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_part_changes_now_and_then_lets_the_rest_run_eagerly(change, first, device):
+    """In the call that is captured, and in replays: no operation and no part of it is made twice, and none is left out.
+    An error is raised where the part is called."""
+
+    def make(s):
+        @eager
+        def part(y):
+            s.holder.count += 1
+            if s.holder.count in (first, 11):
+                CHANGES[change](s, y)
+            s.meter.tensors.append(y)
+            return y[: 2 if s.holder.count > 99 else 4] * s.holder.count
+
+        def step(x):
+            loss = loss_of(s.model(nn.functional.dropout(x, 0.2)))
+            s.optimizer.zero_grad()
+            loss.backward()
+            s.buffer.mul_(0.5).add_(loss.detach())
+            fixed = torch.tensor([0.1, 0.2], device=s.device).add_(loss.detach())
+            y = x * loss.detach()
+            try:
+                z = part(y) + s.buffer
+            except AttributeError:
+                z = y * 100
+            if s.holder.limit < 0:
+                y.add_(1)
+                z = z + random.random()
+            if torch.is_grad_enabled():
+                loss_of(s.model(x + s.buffer)).backward()
+            s.optimizer.step()
+            s.optimizer.zero_grad()
+            return loss.detach() + (z @ z.T) * s.holder.scale, torch.full((2,), 0.1, device=s.device) + fixed, y
+
+        return step
+
+    def step(side, i):
+        random.seed(i)
+        result = side.call(side.batch(i, 4, 8))
+        torch.set_grad_enabled(True)
+        torch.set_autocast_enabled(side.device.type, False)
+        torch.set_default_dtype(torch.float32)
+        side.holder.count %= 100
+        side.holder.limit = 1.0
+        side.note(tensors=side.meter.tensors, later=random.random(), buffer=side.buffer)
+        side.note_gradients()
+        return result
+
+    kept = {"meter": lambda _: Meter(), "holder": lambda _: Holder(), "buffer": zeros, "optimizer": sgd}
+    side, history = play(program(make, **kept), step, device, graph=whole, steps=18)
+    (module,) = side.graphs
+    assert module.stats.replays > 4 and module.stats.eager_parts, module.last_failure
+    assert history[first - 1][1] == history[first - 2][1] + 1, "the rest of that call ran eagerly"
+
+
+@pytest.mark.parametrize("what", ["weight", "intermediate", "its own", "bias", "frozen", "hook"])
+def test_a_backward_after_a_part_that_changes_now_and_then_what_it_needs(what, device):
+    """Eager raises an error where the backward needs the old values, and so do graphs."""
+
+    def make(s):
+        made = eager(lambda y: s.meter.tensors.append(y + 1) or s.meter.tensors[-1])
+
+        @eager
+        def update():
+            s.optimizer.step()
+            s.optimizer.zero_grad()
+
+        @eager
+        def part(y):
+            s.holder.count += 1
+            if s.holder.count not in (8, 11):
+                return
+            if what == "frozen":
+                s.model[0].weight.requires_grad_(s.holder.count == 11)
+            elif what == "hook":
+                s.model[0].weight.register_hook(lambda grad: grad * 0.5)
+            else:
+                with torch.no_grad():
+                    changed = {"weight": s.model[-1].weight, "bias": s.model[-1].bias, "intermediate": y}
+                    changed.get(what, s.meter.tensors[-1]).mul_(2)
+
+        def step(x):
+            y = x.cos()
+            z = made(y)
+            loss = loss_of(s.model(x)) + 1e-4 * (s.model[-1].bias * y * z).sum()
+            part(y)
+            loss.backward()
+            update()
+            return loss.detach()
+
+        return step
+
+    def step(side, i):
+        try:
+            return side.call(side.batch(i, 4, 8))
+        except RuntimeError as error:
+            side.holder.raised = True
+            side.note(error=str(error).partition(" is at version")[0], tensors=side.meter.tensors)
+            side.optimizer.zero_grad()
+            return None
+        finally:
+            side.note(optimizer=side.optimizer.state_dict())
+
+    kept = {"meter": lambda _: Meter(), "holder": lambda _: Holder(), "optimizer": sgd}
+    side, _ = play(program(make, **kept), step, device, graph=whole, steps=14)
+    assert side.graphs[0].stats.eager_parts, side.graphs[0].last_failure
+    assert side.holder.raised is (what in ("weight", "intermediate", "its own"))
+
+
+def test_code_before_a_part_that_does_something_else_now_is_an_error(device, tmp_path):
+    """It depends on a file, which no guard sees."""
+    holder, file = Holder(), tmp_path / "file"
 
     @eager
-    def change():
+    def part():
         holder.count += 1
         if holder.count == 8:
             holder.scale = 2.0
+            file.touch()
 
     def step(x):
-        change()
+        x = x.cos() if os.path.exists(file) else x + 1
+        part()
         return x * holder.scale
 
     module = CUDAGraphModule(step, config())
     x = torch.ones(3, device=device)
     for _ in range(7):
-        assert torch.equal(module(x), x)
+        assert torch.equal(module(x), x + 1)
     assert module.stats.replays
-    with pytest.raises(graphmod.GraphmodError, match="scale"):
+    with pytest.raises(EagerPartFailed, match=r"does cos, .* is done up to and with that, and the rest is not"):
         module(x)
-    for _ in range(3):
-        assert torch.equal(module(x), 2 * x)
-    assert holder.count == 11
+    assert holder.count == 8 and holder.scale == 2.0
+    assert torch.equal(module(x), x.cos() * 2) and holder.count == 9
 
 
 def test_what_changes_behind_the_last_read_is_nobodys_business(device):
@@ -768,45 +900,28 @@ def test_what_changes_behind_the_last_read_is_nobodys_business(device):
     assert side.graphs[0].stats.eager_parts
 
 
-@pytest.mark.parametrize("mode", ["gradients", "autocast", "default dtype"])
-@pytest.mark.parametrize("last", [False, True])
-def test_a_part_that_changes_a_mode_now_and_then(mode, last, device):
-    """Which code after it would find, if there is any."""
+def test_a_mode_that_the_last_part_changes_now_and_then_is_found_after_the_call(device):
     count = 0
 
     @eager
     def change():
         nonlocal count
         count += 1
-        if count == 8 and mode == "gradients":
+        if count == 8:
             torch.set_grad_enabled(False)
-        elif count == 8 and mode == "autocast":
-            torch.set_autocast_enabled(device.type, True)
-        elif count == 8:
-            torch.set_default_dtype(torch.float64)
 
     def step(x):
-        if not last:
-            change()
         y = x * 2
-        if last:
-            change()
+        change()
         return y
 
     module, x = CUDAGraphModule(step, config()), torch.ones(3, device=device)
     try:
-        for _ in range(7):
-            module(x)
-        assert module.stats.replays
-        if not last:
-            with pytest.raises(graphmod.GraphmodError, match=mode):
-                module(x)
-        else:
+        for _ in range(8):
             assert torch.equal(module(x), x * 2)
+        assert module.stats.replays == 6 and not torch.is_grad_enabled()
     finally:
         torch.set_grad_enabled(True)
-        torch.set_autocast_enabled(device.type, False)
-        torch.set_default_dtype(torch.float32)
 
 
 def test_a_part_that_puts_back_what_code_before_it_changed(device):
@@ -872,7 +987,24 @@ def test_a_part_whose_errors_a_context_handles(manager, device):
 
         return step
 
-    refused(make, device, "which no replay", step=noted(call), meter=lambda _: Meter())
+    side, _ = play(program(make, meter=lambda _: Meter()), noted(call), device, graph=whole, steps=14)
+    assert side.graphs[0].stats.replays >= 8 and not side.graphs[0].stats.failures
+
+
+def test_a_part_whose_output_goes_elsewhere(device):
+    def make(s):
+        @eager
+        def tell(x):
+            print(x.sum().item())
+
+        def step(x):
+            with contextlib.redirect_stdout(s.out):
+                tell(x)
+            return x * 2
+
+        return step
+
+    refused(make, device, "output, warnings or the working directory", out=lambda _: io.StringIO())
 
 
 def test_a_part_inside_a_context_that_handles_nothing(device):
@@ -1164,7 +1296,11 @@ def test_a_part_whose_errors_the_step_handles(how, device):
 
         return catching if how == "except" else cleaning
 
-    refused(make, device, "eager part", step=noted(call), meter=lambda _: Meter())
+    if how == "finally":
+        refused(make, device, "changes the items of a list", step=noted(call), meter=lambda _: Meter())
+        return
+    side, _ = play(program(make, meter=lambda _: Meter()), noted(call), device, graph=whole, steps=14)
+    assert side.graphs[0].stats.replays >= 8 and not side.graphs[0].stats.failures
 
 
 def test_operations_after_a_part_that_differ_from_the_recorded_call(device):
@@ -1315,7 +1451,7 @@ class Stopper(Meter):
 
     def __init__(self, model):
         super().__init__()
-        self.model, self.scale = model, 1.0
+        self.model, self.scale, self.level = model, 1.0, 1.0
 
     def update(self, loss):
         global LEVEL
@@ -1325,17 +1461,12 @@ class Stopper(Meter):
             with torch.no_grad():
                 self.model[0].weight.data = self.model[0].weight.data * 2
 
-    def reset(self):
-        global LEVEL
-        LEVEL = LEVELS[0] = type(self).kind = 1.0
-
 
 @pytest.mark.parametrize("reads", ["scale", "kind", "kind of the class", "global", "item", "weight", "rate"])
-def test_a_method_is_no_part_where_code_after_it_reads_what_that_may_change(reads, device):
-    """A replay could end in nothing but an error then."""
+def test_a_method_is_a_part_where_code_after_it_reads_what_that_changes_now_and_then(reads, device):
+    """The rest of that call runs eagerly."""
 
     def make(s):
-        s.stopper.reset()
         s.scheduler = torch.optim.lr_scheduler.StepLR(s.optimizer, 9)
 
         def step(x):
@@ -1360,9 +1491,16 @@ def test_a_method_is_no_part_where_code_after_it_reads_what_that_may_change(read
 
         return step
 
-    module = run(make, device, captured=False, optimizer=counting, stopper=Stopper, steps=8)
-    assert "now and then; if it never does, call graphmod.eager(" in module.last_failure
-    assert module.stats.state == "disabled"
+    def step(side, i):
+        global LEVEL
+        LEVEL = LEVELS[0] = Stopper.kind = side.stopper.level  # of which the twins have one
+        result = call(side, i)
+        side.stopper.level = LEVEL
+        return result
+
+    side, _ = play(program(make, optimizer=counting, stopper=Stopper), step, device, graph=whole, steps=20)
+    stats = side.graphs[0].stats
+    assert stats.eager_parts and stats.replays > 8 and stats.failures, side.graphs[0].last_failure
 
 
 class Pickled(Meter):
