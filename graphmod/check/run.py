@@ -149,9 +149,9 @@ class Part:
         self._add_said(parts.finish(recorder, bool(result.differentiable)))
         known = methods.found
         if (recorder.hazards or changes) and not result.differentiable:
-            methods.learn(recorder, "")
+            methods.learn(recorder, str([*recorder.hazards, *changes][0]))
         found = [] if known else methods.found  # which do all of this
-        self.eager = [*map(str, parts.made), *(f"{name} ({methods.why})" for name in found[:1]), *found[1:]]
+        self.eager = [*map(str, parts.made), *(f"{name} ({methods.refused})" for name in found[:1]), *found[1:]]
         self._take_in(recorder, [] if found else changes, hazards=not found)
         self.guards.append(Guards(notes, recorder.backward, bound))
         self._look_at_optimizers(notes, recorder, gpu)

@@ -433,7 +433,7 @@ def _judge(context: Context, entry: Entry, call: Call, recording: Recording) -> 
         if methods.found:
             context.log_once(
                 f"{context.name!r} calls {', '.join(methods.found)} between its graphs at each replay, because "
-                f"these cannot repeat it: {methods.why}",
+                f"these cannot repeat it: {methods.refused}",
                 key="parts",
             )
 

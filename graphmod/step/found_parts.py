@@ -29,7 +29,7 @@ class _Tried:
     """A method that may become an eager part, in the call in which these are looked at.
 
     Attributes:
-        causes: what a graph cannot repeat and it did, outside of other such methods that it calls; in words.
+        causes: what a graph cannot repeat and it did, outside of other such methods that it calls; see `_causes`.
         is_most: whether a backward ran inside, so that it is most of the call.
     """
 
@@ -53,7 +53,7 @@ class Methods:
 
     Attributes:
         refused: why the first call was refused.
-        found: those that are eager parts, by name; why: the first thing that they do and a graph cannot repeat.
+        found: those that are eager parts, by name.
 
     Args:
         wanted: whether there are to be any.
@@ -61,7 +61,7 @@ class Methods:
 
     def __init__(self, wanted: bool = False) -> None:
         self._gave_up = not wanted
-        self.refused = self.why = ""
+        self.refused = ""
         self.found: list[str] = []
         self._methods: list[tuple[Any, str]] = []
         self._tried: dict[tuple[int, str], _Tried] | None = None
@@ -95,7 +95,6 @@ class Methods:
                     tried.setdefault((id(owner), name), _Tried())
             self._methods = self._of(tried)
             self.found = [f"{type(owner).__name__}.{name}" for owner, name in self._methods if name not in _JOINED]
-            self.why = next((cause for one in tried.values() for cause in one.causes), "")
             self._gave_up = not self.found
         return not self._gave_up
 
@@ -157,10 +156,10 @@ class Methods:
             self._inside = outside + new
 
 
-def _causes(recorder: Recorder, notes: Notes) -> Counter[str]:
-    """All that a graph cannot repeat of a recorded call, so far."""
+def _causes(recorder: Recorder, notes: Notes) -> Counter:
+    """All that a graph cannot repeat of a recorded call, so far, without values, which come and go."""
     with hidden():
-        return Counter([*map(str, recorder.hazards), *map(str, all_changes(notes))])
+        return Counter([*map(str, recorder.hazards), *(change[1:] for change in all_changes(notes))])
 
 
 class _InPlace:

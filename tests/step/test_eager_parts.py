@@ -1390,11 +1390,14 @@ def test_an_average_is_found_and_the_optimizer_stays_in_the_graph(device):
     assert module.stats.eager_parts == module.stats.replays
 
 
-def test_a_scheduler_is_found_with_its_optimizer(device):
+@pytest.mark.parametrize("kind", ["StepLR", "LambdaLR", "CosineAnnealingLR"])
+def test_a_scheduler_is_found_with_its_optimizer(kind, device):
+    how = 2 if kind != "LambdaLR" else lambda epoch: 0.9**epoch
+
     def build(device):
         made = {"model": mlp(device)}
         made["optimizer"] = sgd(made["model"])
-        made["scheduler"] = torch.optim.lr_scheduler.StepLR(made["optimizer"], 2)
+        made["scheduler"] = getattr(torch.optim.lr_scheduler, kind)(made["optimizer"], how)
         made["function"] = made["call"] = plain(Side(made, device, graphed=False))
         return made
 
