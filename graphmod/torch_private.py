@@ -123,7 +123,6 @@ try:
     """How often a storage is used, by its `_cdata`."""
     storage_behind: Callable[[int], Any] = torch.UntypedStorage._new_with_weak_ptr
     """The storage of a weak reference, by its `cdata`; None where nobody holds it any more."""
-    set_versions = _C._autograd._unsafe_set_version_counter
     to_dlpack, from_dlpack = _C._to_dlpack, _C._from_dlpack
     to_copy = torch.ops.aten._to_copy.default
     foreach_add_, foreach_copy_, foreach_mul_ = torch._foreach_add_, torch._foreach_copy_, torch._foreach_mul_

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from graphmod.errors import CaptureRefused, Diverged, EagerPartFailed
 from graphmod.errors import reason as reason_of
@@ -42,7 +43,7 @@ from graphmod.signature.flattening import PLAIN_KINDS, Opaque
 from graphmod.signature.modes import FOREIGN, GRAD, INFERENCE, SETTINGS, difference, entered_again
 from graphmod.step.gradients import GradientBuffer, Left, as_memory, is_split, leave_behind, lend, memory_of, part
 from graphmod.step.results import PartOf
-from graphmod.torch_private import beside_dynamo, conjugated, negated, set_versions, storage_uses
+from graphmod.torch_private import beside_dynamo, conjugated, negated, storage_uses
 from graphmod.trace import dispatch
 from graphmod.trace.dispatch import hidden
 from graphmod.trace.fast_forward import FastForward, Gave, Trail
@@ -68,7 +69,8 @@ def eager(function: Callable) -> Callable:
     around the function at the call: `graphmod.eager(optimizer.step)()`.
 
     The function gets the very objects that it was given in the call that was captured, and tensors of the present one.
-    It returns None or tensors without gradient; what else it returns must not be used.
+    It returns plain values or tensors without gradient, alone or in lists, tuples and dicts; what else it returns must
+    not be used. Where it raises an error, or changes what code after it reads, the rest of that call runs eagerly.
     """
 
     @functools.wraps(function)
@@ -143,7 +145,7 @@ def _kind(tensor: Tensor) -> tuple:
 
 
 class Given:
-    """What a part returned, if code goes on to use it: None, tensors, or lists, tuples and dicts of these.
+    """What a part returned, if code goes on to use it: plain values, tensors, or lists, tuples and dicts of these.
 
     Attributes:
         tensors: those in it.
@@ -155,9 +157,8 @@ class Given:
     def __init__(self, value: Any) -> None:
         self.tensors: list[Tensor] = []
         self._form = _form_of(value, lambda _: False, self.tensors)
-        plain = next(_plain_in(self._form), None)
-        if plain is not None:
-            raise CaptureRefused(f"returns one {type(plain).__name__} that code after it may use; make it a tensor")
+        if type(value) in (float, complex):
+            raise CaptureRefused(f"returns one {type(value).__name__} that code after it may use; make it a tensor")
         if any(tensor.requires_grad for tensor in self.tensors):
             raise CaptureRefused("returns a tensor that requires grad; return it detached")
         if any(tensor.layout is not torch.strided or tensor.is_nested for tensor in self.tensors):
@@ -171,16 +172,6 @@ class Given:
     def of(self, tensors: list[Tensor]) -> Any:
         """The like of it around other tensors."""
         return _made_of(self._form, iter(tensors))
-
-
-def _plain_in(form: Any) -> Iterator[Any]:
-    if form is _TENSOR or isinstance(form, Opaque):
-        return
-    kind, *parts = form
-    if kind in PLAIN_KINDS:
-        yield parts[0]
-    for one in parts[1:] if kind is dict else parts if kind in (list, tuple) else ():
-        yield from _plain_in(one)
 
 
 def _name_of(function: Callable) -> str:
@@ -456,8 +447,7 @@ class EagerPart:
         results: the tensors in that, as the graph has them.
         inputs: those of the graph that it reads between it and the next part.
         outcome: what it returned last, as it is, and the error that it raised.
-        writes: which of what `EagerParts.watched` gives it changed in place in the call that was captured; wrote: what
-            it changed last, and how often.
+        wrote: what it changed in place, by the names that `run` was given.
         modes_after: in which it left last.
 
     Args:
@@ -474,8 +464,8 @@ class EagerPart:
         self.results: list[_Own] = []
         self.inputs: list[tuple[int, Any]] = []
         self.outcome: tuple[Any, Exception | None] = None, None
-        self.writes: set[Any] | None = None
-        self.wrote: list[tuple[Tensor | _Own, int]] = []
+        self.wrote: dict[Any, Tensor | _Own] = {}
+        self._writes: set[Any] | None = None  # in the call that was captured
         self._tensors: list[Tensor] = []
         self._addresses: list[int] = []
         self._owned: list[Tensor] = []
@@ -494,7 +484,7 @@ class EagerPart:
         leave_behind(self.gradients, copies)
         made = [self.tensor(source, leaves) for source in self.sources]
         function, args, kwargs = _made_of(self._form, iter(made))
-        before = {name: (one, _version(one)) for name, one in watched().items()} if self.known.backward else {}
+        before = [(name, one, _version(one)) for name, one in watched().items()] if self.known.backward else []
         result, raised = None, None
         with _in_modes(self._modes if self.enters else None, group.backend.device_type):
             try:
@@ -504,11 +494,8 @@ class EagerPart:
                 raised = error
             self.modes_after = group.modes()
         self.outcome = result, raised
-        now = {name: (one, _version(one) - was) for name, (one, was) in before.items()}
-        changed = {name for name, (_, times) in now.items() if times}
-        self.wrote = [now[name] for name in changed]
-        self.writes = changed if self.writes is None else self.writes
-        self._writes_more = not changed <= self.writes
+        self.wrote = {name: one for name, one, was in before if _version(one) != was}
+        self._writes = set(self.wrote) if self._writes is None else self._writes
 
     @property
     def own(self) -> list[_Own]:
@@ -580,7 +567,7 @@ class EagerPart:
         reason = guards.moved() or guards.changed(gradients=False)
         if reason is None and self._goes_on and self.modes_after != self._modes:
             reason = f"a mode of PyTorch ({difference(self._modes, self.modes_after)[0]})"
-        if reason is None and self._writes_more:
+        if reason is None and self._writes is not None and self.wrote.keys() - self._writes:
             reason = "a tensor is changed in place that was not so before, and that a backward after it may need"
         if reason is None and [tensor.data_ptr() for tensor in self._tensors] != self._addresses:
             reason = "a tensor has moved to another address"
@@ -619,16 +606,6 @@ def _give(parameter: Tensor, grad: Tensor | None, requires_grad: bool, *hooks: A
 def _version(one: Tensor | _Own) -> int:
     tensor = one.made if isinstance(one, _Own) else one
     return 0 if tensor is None or tensor.is_inference() else tensor._version
-
-
-def _lasting(one: Tensor | _Own) -> Tensor | None:
-    """The tensor that parts and code have alike; None where code makes one of its own."""
-    return one if isinstance(one, Tensor) else one.made if one.made is one.loan.lent else None
-
-
-def _bump(tensor: Tensor, times: int) -> None:
-    if not tensor.is_inference():
-        set_versions((tensor,), (tensor._version + times,))
 
 
 def _in_modes(modes: tuple | None, device_type: str) -> ExitStack:
@@ -714,9 +691,7 @@ class EagerParts:
         tensors = [own.memory for own in made.results]
         self._own.update((id(tensor), (tensor, own)) for tensor, own in zip(tensors, made.results, strict=True))
         self._loans.update((address(own.memory), own.loan) for own in made.results)
-        for tensor, own in self._own.values():
-            for _, times in [one for one in made.wrote if one[0] is own]:
-                _bump(tensor, times)
+        increment_version([tensor for tensor, own in self._own.values() if id(own) in made.wrote])
         self._hide()
         self.since = [parameter.grad for parameter in self._owned]
         self._reads.append(recorder.read_since)
@@ -962,9 +937,9 @@ class EagerParts:
                     entered.close()
                     if group.modes() != last.modes_after:
                         fast.give_up(CaptureRefused("it has changed a mode of PyTorch that is entered around it"))
-                for one, times in made.wrote:
-                    tensor = _lasting(one)
-                    _bump(given[id(one)] if tensor is None else tensor, times)
+                # Once more, since what autograd has saved of these was saved after the part, and not before it.
+                written = [(one, one.made if isinstance(one, _Own) else one) for one in made.wrote.values()]
+                increment_version([given.get(id(one), tensor) for one, tensor in written])
             if made is last:
                 fast.arrive()
             result, error = made.outcome
@@ -981,11 +956,6 @@ class EagerParts:
             if guards.changed(gradients=False) is not None:
                 guards.restore()
             put_back(self._host)
-            for made in self.made[: self._done]:
-                for one, times in made.wrote:
-                    tensor = _lasting(one)
-                    if tensor is not None:
-                        _bump(tensor, -times)
             for parameter, (had, *rest) in zip(self._owned, self._then, strict=True):
                 _give(parameter, fast.wrong(torch.empty_like(parameter)) if had else None, *rest)
             unthreaded = torch.autograd.set_multithreading_enabled(False)

@@ -1050,6 +1050,26 @@ def test_results_that_code_after_it_uses(reason, function, device):
     refused(make, device, reason, step=lambda side, i: side.call(side.batch(i, 4, 8)).detach())
 
 
+@pytest.mark.parametrize("value", [False, 3, "text", None])
+def test_a_plain_value_that_code_after_it_uses(value, device):
+    """Where it is another now and then, the rest of that call runs eagerly."""
+
+    def make(s):
+        @eager
+        def part(x):
+            s.meter.update(x.sum())
+            return {"value": (True if len(s.meter.values) in (8, 11) else value, x + 1)}
+
+        def step(x):
+            found, y = part(x * 2)["value"]
+            return y.cos() if found is True else y
+
+        return step
+
+    side, _ = play(program(make, meter=lambda _: Meter()), noted(call), device, graph=whole, steps=14)
+    assert side.graphs[0].stats.eager_parts > 10 and side.graphs[0].stats.failures == 2
+
+
 def test_a_number_that_nobody_uses(device):
     def make(s):
         part = eager(lambda x: s.meter.update(x.sum()) or 3.5)
