@@ -589,9 +589,9 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def _state_of(parameter: Tensor) -> tuple:
-    """Whether a parameter has a gradient, and requires one, and copies of what holds its hooks."""
+    """Where the gradient of a parameter is, whether it requires one, and copies of what holds its hooks."""
     hooks = [found and OrderedDict(found) for found in (getattr(parameter, name) for name in _HOOKS)]
-    return parameter.grad is not None, parameter.requires_grad, *hooks
+    return _grad_at(parameter), parameter.requires_grad, *hooks
 
 
 def _give(parameter: Tensor, grad: Tensor | None, requires_grad: bool, *hooks: Any) -> None:
@@ -956,8 +956,10 @@ class EagerParts:
             if guards.changed(gradients=False) is not None:
                 guards.restore()
             put_back(self._host)
-            for parameter, (had, *rest) in zip(self._owned, self._then, strict=True):
-                _give(parameter, fast.wrong(torch.empty_like(parameter)) if had else None, *rest)
+            for parameter, (where, *rest) in zip(self._owned, self._then, strict=True):
+                if _grad_at(parameter) != where:  # no other name for what is put there, which nobody may hold later
+                    parameter.grad = fast.wrong(torch.empty_like(parameter)) if where else None
+                _give(parameter, parameter.grad, *rest)
             unthreaded = torch.autograd.set_multithreading_enabled(False)
             result = within(no_garbage_collection(), unthreaded, methods, fast, call=call)
             if not fast.arrived:

@@ -742,8 +742,9 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("first", [3, 8], ids=["captured", "replayed"])
+@pytest.mark.parametrize("keeps", [False, True], ids=["", "gradients kept"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_a_part_changes_now_and_then_lets_the_rest_run_eagerly(change, first, device):
+def test_what_a_part_changes_now_and_then_lets_the_rest_run_eagerly(change, keeps, first, device):
     """In the call that is captured, and in replays: no operation and no part of it is made twice, and none is left out.
     An error is raised where the part is called."""
 
@@ -773,7 +774,8 @@ def test_what_a_part_changes_now_and_then_lets_the_rest_run_eagerly(change, firs
             if torch.is_grad_enabled():
                 loss_of(s.model(x + s.buffer)).backward()
             s.optimizer.step()
-            s.optimizer.zero_grad()
+            if not keeps:
+                s.optimizer.zero_grad()
             return loss.detach() + (z @ z.T) * s.holder.scale, torch.full((2,), 0.1, device=s.device) + fixed, y
 
         return step
@@ -849,6 +851,38 @@ def test_a_backward_after_a_part_that_changes_now_and_then_what_it_needs(what, d
     side, _ = play(program(make, **kept), step, device, graph=whole, steps=14)
     assert side.graphs[0].stats.eager_parts, side.graphs[0].last_failure
     assert side.holder.raised is (what in ("weight", "intermediate", "its own"))
+
+
+def test_a_part_that_is_given_gradients_that_the_call_adds_to(device):
+    def make(s):
+        @eager
+        def look(gradients):
+            s.holder.count += 1
+            s.meter.values.append(sum(one.sum().item() for one in gradients))
+            s.holder.scale = 0.5 if s.holder.count in (8, 11) else 1.0
+
+        def step(x):
+            loss = loss_of(s.model(x))
+            loss.backward()
+            look([p.grad for p in s.model.parameters()])
+            loss_of(s.model(x + 1)).backward()
+            return loss.detach() * s.holder.scale
+
+        return step
+
+    def step(side, i):
+        if i == 0:
+            call(side, i)
+        result = call(side, i)
+        if i % 3 == 2:
+            side.optimizer.step()
+            side.optimizer.zero_grad(set_to_none=False)
+        side.note(values=side.meter.values)
+        return result
+
+    kept = {"meter": lambda _: Meter(), "holder": lambda _: Holder(), "optimizer": sgd}
+    side, _ = play(program(make, **kept), step, device, graph=whole, steps=14)
+    assert side.graphs[0].stats.failures == 2 and side.graphs[0].stats.replays > 8, side.graphs[0].last_failure
 
 
 def test_code_before_a_part_that_does_something_else_now_is_an_error(device, tmp_path):
