@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType, SimpleNamespace
@@ -131,7 +131,7 @@ class StopRequest:
 
 # -- the evaluation losses of a run: over the same held-out batches each time ------------------------------------------
 
-_COUNTERS = ("captures", "replays", "eager_calls", "failures", "capture_seconds", "copied_bytes", "verified")
+_COUNTERS = [field.name for field in fields(GraphStats) if field.name not in ("state", "pool_bytes")]
 
 
 class Evaluation:
