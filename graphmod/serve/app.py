@@ -29,7 +29,7 @@ from starlette.routing import Route
 from starlette.types import Lifespan, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from graphmod import __version__
+import graphmod
 from graphmod.decode.types import NO_TOKEN_LEFT, TOO_COMPLEX, Completion, DecodeError, Run
 from graphmod.serve.api import (
     Answer,
@@ -546,7 +546,7 @@ def make_app(service: Service, alive: Lifespan[Starlette]) -> Starlette:
         return await manage("update_weights", body.path)
 
     async def get_version(_: Request) -> Response:
-        return JSONResponse({"version": __version__})
+        return JSONResponse({"version": graphmod.__version__})
 
     async def get_docs(_: Request) -> Response:
         return HTMLResponse(docs, headers=_POLICY)

@@ -124,8 +124,7 @@ def _run(context: Context, call: Call) -> Any:
         if reason is None:
             return context.results(graph, leaves, state)
         if reason is READS_OTHERWISE:
-            graph.missed += 1
-            if graph.missed > 1:
+            if graph.missed_again():
                 entry.forget(graph.recording, reason)  # the code goes another way by now
             context.last_failure = reason
             context.log_once(f"{context.name!r} runs eagerly where {reason}; use torch.where or clamp")

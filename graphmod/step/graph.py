@@ -55,8 +55,7 @@ class StepGraph:
         advanced, before: tensors from outside that it changes and that may have a part in its results, and what they
             were before the last replay; None where nobody knows. Only a backward asks for them.
         launches: how often it was replayed.
-        looks, missed: whether a replay has to look at what the code reads (`reads_otherwise`); how often in a row that
-            was something else.
+        looks: whether a replay has to look at what the code reads (`reads_otherwise`).
         backward: None here; of those that have one, the captured backward.
         recording: the `Recording` of the eager call it stands on.
         parts: the calls that are made between its graphs; None where there are none.
@@ -76,7 +75,8 @@ class StepGraph:
         self.stand_ins: dict[int, Tensor] = {}
         self.successor: Callable[[], None] | None = None
         self.succeeded = False
-        self.launches = self.missed = 0
+        self.launches = 0
+        self._missed = False
         self.looks = False
         self.parts: EagerParts | None = None
         self._carried: list[Tensor] = []
@@ -228,6 +228,11 @@ class StepGraph:
         flags, known = zip(*self._flags, strict=True)
         return torch.stack([flag.reshape(()) for flag in flags]).tolist() != list(known)
 
+    def missed_again(self) -> bool:
+        """Takes in that a replay was stopped because its code reads something else; whether so was the one before."""
+        before, self._missed = self._missed, True
+        return before
+
     def _saving(self, inside: Call) -> AbstractContextManager:
         """In what the capture runs. It keeps hooks for saved tensors from around the call (an outer checkpoint) out of
         that: what a graph saves stays in its pool."""
@@ -352,7 +357,7 @@ class StepGraph:
     def launched(self, leaves: list[Tensor]) -> None:
         """Its graph was replayed in the place of a call with these tensor arguments."""
         self.launches += 1
-        self.missed = 0
+        self._missed = False
         if self.parts is None:  # else before the first of them
             self.recording.host_draws.advance()
         self._after(leaves)
