@@ -177,7 +177,7 @@ def test_a_step_in_two_halves_counts_once(device):
     assert engine.stats.total("captures") == 2
 
 
-@pytest.mark.parametrize("settings", [{"graphs": False}, {"prefill_tokens": 4}], ids=str)
+@pytest.mark.parametrize("settings", [{"graphs": False}, {"prefill_tokens": 4}, {"offload": "layers"}], ids=str)
 def test_the_engine_s_settings_change_no_token(settings, device):
     asked = {"temperature": 1.0, "seed": 5, "n": 3, "structured_outputs": FORMS["json"]}
     usual = engine_for("bytes", device).generate(["one prompt", "another"], **asked)
