@@ -485,15 +485,13 @@ class EagerPart:
         made = [self.tensor(source, leaves) for source in self.sources]
         function, args, kwargs = _made_of(self._form, iter(made))
         before = [(name, one, _version(one)) for name, one in watched().items()] if self.known.backward else []
-        result, raised = None, None
         with _in_modes(self._modes if self.enters else None, group.backend.device_type):
             try:
-                result = function(*args, **kwargs)
-            except Exception as error:
+                self.outcome = function(*args, **kwargs), None
+            except Exception as error:  # under no other name here, whose frame it leads to
                 let_through(error)
-                raised = error
+                self.outcome = None, error
             self.modes_after = group.modes()
-        self.outcome = result, raised
         self.wrote = {name: one for name, one, was in before if _version(one) != was}
         self._writes = set(self.wrote) if self._writes is None else self._writes
 
@@ -652,6 +650,8 @@ class EagerParts:
         self.began, self._done = False, 0
         self._host = self.graph.recording.host_draws.states()
         self._put_back: Callable[[], None] | None = None
+        for made in self.made:
+            made.outcome = None, None
         for own in self._lent:
             own.forget()
         for loan in self._loans.values():
@@ -942,10 +942,9 @@ class EagerParts:
                 increment_version([given.get(id(one), tensor) for one, tensor in written])
             if made is last:
                 fast.arrive()
-            result, error = made.outcome
-            if error is not None:
-                raise error
-            return result
+            if made.outcome[1] is not None:
+                raise made.outcome[1]
+            return made.outcome[0]
 
         fast = FastForward(call.leaves, group.gpu, graph.recording.script, self._trail, self._lend, part_again)
         methods = graph.context.methods.in_place()

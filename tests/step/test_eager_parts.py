@@ -4,10 +4,12 @@ import contextlib
 import copy
 import ctypes
 import functools
+import gc
 import io
 import os
 import pickle
 import random
+import weakref
 from collections import defaultdict
 
 import pytest
@@ -1321,6 +1323,29 @@ def test_an_error_in_a_part_is_eagers(first, device):
         meter=lambda _: Meter(),
         buffer=lambda model: torch.zeros(8, device=next(model.parameters()).device),
     )
+
+
+def test_an_error_in_a_part_is_not_kept(device):
+    seen = []
+
+    @eager
+    def part():
+        holder = Holder()
+        seen.append(weakref.ref(holder))
+        if len(seen) == 8:
+            raise ValueError
+
+    def step(x):
+        part()
+        return x + 1
+
+    module, x = CUDAGraphModule(step, config()), torch.ones(3, device=device)
+    for i in range(9):
+        with pytest.raises(ValueError) if i == 7 else contextlib.nullcontext():
+            module(x)
+        gc.collect()
+        assert seen[i]() is None
+    assert module.stats.replays == 6
 
 
 @pytest.mark.parametrize("how", ["except", "finally"])
