@@ -67,13 +67,14 @@ class Trail:
         if any(tensor.layout is not torch.strided or tensor.is_nested for tensor in fresh):
             self.results[index] = None
             return
-        given = list(tensors_in((*args, *kwargs.values())))
+        places = {id(one): place for place, one in enumerate(tensors_in((*args, *kwargs.values())))}
+        places |= dict.fromkeys(map(id, fresh), -1)
 
-        def gave(tensor: Tensor) -> Any:
-            if any(tensor is one for one in fresh):
-                self._loose.append(Gave(tensor, -1))
-                return self._loose[-1]
-            return next((Gave(tensor, i) for i, one in enumerate(given) if one is tensor), None)
+        def gave(tensor: Tensor) -> Gave | None:
+            made = Gave(tensor, places[id(tensor)]) if id(tensor) in places else None
+            if made is not None and made.place < 0:
+                self._loose.append(made)
+            return made
 
         self.results[index] = each_tensor(result, gave)
 
