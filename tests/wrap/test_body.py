@@ -247,7 +247,7 @@ def looking(side, index):
 
 
 def doubled_if_negative(module, args, out):
-    return out * (1 if out.sum() > 0 else 2)
+    return out * (1 if out.sum().item() > 0 else 2)
 
 
 def dropped(draw):
