@@ -376,7 +376,7 @@ def _as_main(argv: list[str], kind: type) -> Iterator[None]:
     def of_this_command(loader: ConfigLoaderImpl, group_name: str, *args: Any, **settings: Any) -> list[str]:
         return of_command(group_name, options(loader, group_name, *args, **settings), kind)
 
-    def with_all_values(config: Container, word: str) -> list[str]:
+    def _get_matches(config: Container, word: str) -> list[str]:
         """Hydra completes a setting with the value that it has; one with a few has all of these."""
         key, equals, begun = word.partition("=")
         known = type(OmegaConf.select(config, key)) if equals else str
@@ -387,7 +387,7 @@ def _as_main(argv: list[str], kind: type) -> Iterator[None]:
     pass_on: Any = operator.call  # no frame of ours, by which errors of Hydra are told apart
     sys.argv, hydra_utils.run_and_report = [arguments[0], *argv], pass_on
     ConfigLoaderImpl.get_group_options = of_this_command
-    CompletionPlugin._get_matches = staticmethod(with_all_values)
+    CompletionPlugin._get_matches = staticmethod(_get_matches)
     try:
         yield
     finally:

@@ -73,6 +73,7 @@ class Watcher(Sees, Protocol):
 
     watching: bool
     on_gpu: bool
+    goes_through: bool
     ran_compiled: bool
     unfinished: list[Any]
     trace: list[Step]

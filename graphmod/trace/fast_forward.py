@@ -100,6 +100,8 @@ class FastForward(Follower):
         arrived: whether the rest of the call runs as if nobody looked on.
     """
 
+    goes_through = True
+
     def __init__(
         self, inputs: list[Tensor], gpu: int | None, script: Script, trail: Trail, lend: Callable, part: Callable
     ) -> None:

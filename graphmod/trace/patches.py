@@ -180,15 +180,17 @@ def _make(recorder: Watcher, make: Any, *args: Any, **kwargs: Any) -> Any:
         return make(*args, **kwargs)
     device = kwargs.get("device")
     if recorder.on_gpu and device is not None and torch.device(device).type == "cuda":
-        return _shown(recorder.make(make, args[0], kwargs))
+        return _shown(recorder, recorder.make(make, args[0], kwargs))
     made = make(*args, **kwargs)
-    return _shown(made) if make is _as_tensor and isinstance(args[0], _NUMBERS) else made
+    return _shown(recorder, made) if make is _as_tensor and isinstance(args[0], _NUMBERS) else made
 
 
-def _shown(made: Tensor) -> Tensor:
-    """Shows the recorder a tensor made of Python values, as `torch.tensor` does."""
-    torch.ops.aten.lift_fresh(made)
-    return made
+def _shown(recorder: Watcher, made: Tensor) -> Tensor:
+    """Shows the recorder a tensor made of Python values, as `torch.tensor` does; returns it, or what stands for it."""
+    shown = torch.ops.aten.lift_fresh(made)
+    if not recorder.goes_through:
+        return made
+    return shown.requires_grad_() if made.requires_grad else shown
 
 
 def _make_like(recorder: Watcher, new_tensor: Any, like: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -210,7 +212,7 @@ def _index(recorder: Any, original: Any, tensor: Tensor, key: Any, *value: Any) 
         if value and isinstance(value[0], _NUMBERS):  # of which a tensor is made first
             value = (torch.tensor(value[0], dtype=tensor.dtype),)
         there = {"device": tensor.device}
-        key = tuple(_shown(recorder.make(_indices, one, there)) if _is_list(one) else one for one in indices)
+        key = tuple(_shown(recorder, recorder.make(_indices, one, there)) if _is_list(one) else one for one in indices)
     with recorder.copying_nothing():
         return original(tensor, key, *value)
 

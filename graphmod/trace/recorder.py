@@ -194,6 +194,7 @@ class Recorder:
         compiles: whether torch.compile compiled something where it could be seen: a backward, for the first time.
         on_gpu: whether it works on a GPU.
         reads_on_host: whether it was refused for what it reads on the host, which nobody followed.
+        goes_through: whether operations of the call are not run, but shown what they gave before.
         had_part: whether an eager part was called.
         mask_saved: the first place where autograd keeps a mask that is an index for a backward.
         collectives: how many operations that other processes take part in it has seen.
@@ -223,6 +224,8 @@ class Recorder:
     """
 
     watching = True
+
+    goes_through = False
 
     def __init__(
         self,
@@ -877,11 +880,15 @@ class Follower(Recorder):
         if self.script is None:
             return super().make(function, values, kwargs)
         with hidden():
-            now = function(values, **{**kwargs, "device": "cpu", "requires_grad": False})
+            plain = {name: value for name, value in kwargs.items() if name != "requires_grad"}  # `as_tensor` has none
+            now = function(values, **{**plain, "device": "cpu"})
             kept = self.script.made(len(self.lifted), now)
             if kept is not None:
                 self._take_address(address(kept))
                 return kept.requires_grad_() if kwargs.get("requires_grad") else kept
+            if not self.script.shows(len(self.lifted)):
+                unseen = "copies values of the host to the GPU where nobody sees it"
+                self.give_up(CaptureRefused(f"{lines().location} {unseen}; create it once, outside, on the device"))
         self.give_up(Diverged(f"{lines().location} makes a tensor of other Python values than in the call before"))
 
     @contextmanager

@@ -106,6 +106,10 @@ class Script:
         kept = tensor.detach().clone()
         self._made[index] = kept.cpu(), kept
 
+    def shows(self, index: int) -> bool:
+        """Whether the recorded call showed a tensor of Python values there."""
+        return index in self._made
+
     def made(self, index: int, now: Tensor) -> Tensor | None:
         """A copy of that tensor; None where it had other values than `now`, on the host."""
         if index not in self._made:

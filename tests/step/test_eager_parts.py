@@ -765,6 +765,7 @@ def test_what_a_part_changes_now_and_then_lets_the_rest_run_eagerly(change, keep
             loss.backward()
             s.buffer.mul_(0.5).add_(loss.detach())
             fixed = torch.tensor([0.1, 0.2], device=s.device).add_(loss.detach())
+            number = torch.as_tensor(0.3, device=s.device).add_(loss.detach())
             y = x * loss.detach()
             try:
                 z = part(y) + s.buffer
@@ -778,7 +779,8 @@ def test_what_a_part_changes_now_and_then_lets_the_rest_run_eagerly(change, keep
             s.optimizer.step()
             if not keeps:
                 s.optimizer.zero_grad()
-            return loss.detach() + (z @ z.T) * s.holder.scale, torch.full((2,), 0.1, device=s.device) + fixed, y
+            fixed = torch.full((2,), 0.1, device=s.device) + fixed + number
+            return loss.detach() + (z @ z.T) * s.holder.scale, fixed, y
 
         return step
 
