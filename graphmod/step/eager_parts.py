@@ -447,7 +447,7 @@ class EagerPart:
         results: the tensors in that, as the graph has them.
         inputs: those of the graph that it reads between it and the next part.
         outcome: what it returned last, as it is, and the error that it raised.
-        wrote: what it changed in place, by the names that `run` was given.
+        wrote: what it changed in place, of what `run` was given, by identity.
         modes_after: in which it left last.
 
     Args:
@@ -464,8 +464,8 @@ class EagerPart:
         self.results: list[_Own] = []
         self.inputs: list[tuple[int, Any]] = []
         self.outcome: tuple[Any, Exception | None] = None, None
-        self.wrote: dict[Any, Tensor | _Own] = {}
-        self._writes: set[Any] | None = None  # in the call that was captured
+        self.wrote: dict[int, Tensor | _Own] = {}
+        self._writes: set[int] | None = None  # in the call that was captured
         self._tensors: list[Tensor] = []
         self._addresses: list[int] = []
         self._owned: list[Tensor] = []
@@ -474,17 +474,19 @@ class EagerPart:
         self._require: list[bool] = []
         self._hooks = HookWatch([])
 
-    def run(self, leaves: list[Tensor], watched: Callable[[], dict], group: Any, copies: bool) -> None:
+    def run(self, leaves: list[Tensor], watched: Callable[[], list], group: Any, copies: bool) -> None:
         """Makes the call, of which `outcome` tells then.
 
         Args:
             leaves: the tensor arguments of the captured call.
-            watched: gives what may be changed in place, by some name, once the part has what it is given.
+            watched: gives what may be changed in place, once the part has what it is given.
         """
         leave_behind(self.gradients, copies)
         made = [self.tensor(source, leaves) for source in self.sources]
         function, args, kwargs = _made_of(self._form, iter(made))
-        before = [(name, one, _version(one)) for name, one in watched().items()] if self.known.backward else []
+        may_change = watched() if self.known.backward else []
+        tensors = [one.made if isinstance(one, _Own) else one for one in may_change]
+        before = list(map(_version, tensors))
         with _in_modes(self._modes if self.enters else None, group.backend.device_type):
             try:
                 self.outcome = function(*args, **kwargs), None
@@ -492,7 +494,9 @@ class EagerPart:
                 let_through(error)
                 self.outcome = None, error
             self.modes_after = group.modes()
-        self.wrote = {name: one for name, one, was in before if _version(one) != was}
+        now = list(map(_version, tensors))
+        changed = () if now == before else zip(may_change, before, now, strict=True)
+        self.wrote = {id(one): one for one, was, is_now in changed if was != is_now}
         self._writes = set(self.wrote) if self._writes is None else self._writes
 
     @property
@@ -576,7 +580,7 @@ class EagerPart:
         return reason or self._hooks.changed()
 
 
-_requires_grad = operator.attrgetter("requires_grad")
+_requires_grad, _version = operator.attrgetter("requires_grad"), operator.attrgetter("_version")
 
 
 def _grad_at(parameter: Tensor) -> int:
@@ -599,11 +603,6 @@ def _give(parameter: Tensor, grad: Tensor | None, requires_grad: bool, *hooks: A
     for name, held in zip(_HOOKS, hooks, strict=True):
         if getattr(parameter, name) is not held:
             setattr(parameter, name, held)
-
-
-def _version(one: Tensor | _Own) -> int:
-    tensor = one.made if isinstance(one, _Own) else one
-    return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
 def _in_modes(modes: tuple | None, device_type: str) -> ExitStack:
@@ -778,12 +777,11 @@ class EagerParts:
         made.run(leaves, self._watched, context.group, graph.entry.copies_out)
         self._done += 1
 
-    def _watched(self) -> dict[Any, Tensor | _Own]:
-        """What a part may change in place and a backward may need, by a name that it has in each call."""
-        found: dict[Any, Tensor | _Own] = dict(enumerate(self._may_change))
-        for number, made in enumerate(self.made[: self._done + 1]):
-            found.update((id(own), own) for own in (*made.own, *(made.results if number < self._done else ())))
-        return found
+    def _watched(self) -> list[Tensor | _Own]:
+        """What a part may change in place and a backward may need."""
+        owns = [own for made in self.made[: self._done + 1] for own in made.own]
+        owns += [own for made in self.made[: self._done] for own in made.results]
+        return [*self._may_change, *(own for own in owns if not own.memory.is_inference())]
 
     def _take(self, made: EagerPart, leaves: list[Tensor], inputs: list[tuple[int, Any]]) -> None:
         """Has the graph find what a part returned, and what it wrote.
