@@ -124,6 +124,7 @@ def _run(context: Context, call: Call) -> Any:
         if reason is None:
             return context.results(graph, leaves, state)
         if reason is READS_OTHERWISE:
+            context.spend(entry)
             if graph.missed_again():
                 entry.forget(graph.recording, reason)  # the code goes another way by now
             context.last_failure = reason

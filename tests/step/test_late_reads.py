@@ -163,3 +163,18 @@ def test_what_a_call_reads_of_what_it_computes_is_eagers(program, bad, device):
 def test_the_message_says_what_was_otherwise(device):
     _, call = run(raises, device, True, (8,))
     assert not call.stats.failures and "a truth value that it reads on the host is another" in call.last_failure
+
+
+def test_a_branch_that_keeps_changing_costs_few_captures(device):
+    weight = nn.Parameter(torch.ones(3, device=device))
+
+    @torch.no_grad()
+    def step(x):
+        y = x * weight
+        return y + 1 if y.sum() > 0 else y - 1
+
+    call = CUDAGraphModule(step, config())
+    for k in range(400):
+        x = torch.full((3,), 2.0 if k // 6 % 2 else -2.0, device=device)
+        assert torch.equal(call(x), step(x))
+    assert 0 < call.stats.captures <= 12, call.stats
