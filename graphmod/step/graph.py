@@ -225,8 +225,11 @@ class StepGraph:
         waits for the GPU."""
         if not self._flags:
             return False
+        began = time.perf_counter()
         flags, known = zip(*self._flags, strict=True)
-        return torch.stack([flag.reshape(()) for flag in flags]).tolist() != list(known)
+        now = torch.stack([flag.reshape(()) for flag in flags]).tolist()
+        self.context.counters.host_read_seconds += time.perf_counter() - began
+        return now != list(known)
 
     def missed_again(self) -> bool:
         """Takes in that a replay was stopped because its code reads something else; whether so was the one before."""

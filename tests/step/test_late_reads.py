@@ -158,6 +158,7 @@ def test_what_a_call_reads_of_what_it_computes_is_eagers(program, bad, device):
         assert not call.stats.replays and "reads a value on the host" in call.last_failure
     else:
         assert call.stats.replays > 1, call.last_failure
+        assert call.stats.host_read_seconds > 0
 
 
 def test_the_message_says_what_was_otherwise(device):
