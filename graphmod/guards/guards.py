@@ -10,7 +10,7 @@ import operator
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain, repeat
 from typing import Any
 
@@ -42,7 +42,7 @@ from graphmod.guards.values import (
 )
 from graphmod.ranks.fully_shard import as_in_forwards
 from graphmod.torch_private import alike, is_traceable_wrapper_subclass
-from graphmod.trace.operations import is_leaf
+from graphmod.trace.operations import address, is_leaf
 from graphmod.trace.undo import let_through
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -441,11 +441,24 @@ class Guards:
             return "other gradients are there, or absent, than when it was recorded"
         return self._gradient_hooks.changed() if self._leaves else None
 
-    def carries_otherwise(self) -> str | None:
-        """Which tensor whose values the next call reads is one of another form, in words."""
+    def carries_otherwise(self, leaves: Iterable[Tensor] = ()) -> str | None:
+        """Which tensor whose values the next call reads is one of another form, or lies where another of the callable
+        or of its arguments `leaves` does, in words: code may ask whether they are one."""
+        if not self.carried:
+            return None
+        alone = [
+            address(now)
+            for place in self.carried
+            if not isinstance(place.container, Data) and isinstance(now := place.now(), Tensor)
+        ]
+        others = {*map(address, leaves), *map(address, self.tensors)}
         for place in self.carried:
-            if form(place.now()) != place.note.form:
+            now = place.now()
+            if form(now) != place.note.form:
                 return f"{name_of(place.note)} is no tensor like the one that was there when it was recorded"
+            where = address(now)
+            if where and not isinstance(place.container, Data) and (where in others or alone.count(where) > 1):
+                return f"{name_of(place.note)} shares memory with another tensor that the call finds"
         return None
 
     def _recompiles(self) -> str | None:

@@ -97,6 +97,9 @@ class StepGraph:
         context, entry, group, recording = self.context, self.entry, self.context.group, self.recording
         self.function = call.function
         guards, generators = recording.guards, recording.generators
+        otherwise = guards.carries_otherwise(call.leaves)
+        if otherwise is not None:
+            raise CaptureRefused(otherwise)
         self.keep_carried()
         carried = zip([name_of(place.note) for place in guards.carried], self._carried, strict=True)
         self.inputs, identities = static_inputs(self, call, list(carried)), set(map(id, call.leaves))
@@ -265,7 +268,7 @@ class StepGraph:
     def unfit(self, leaves: list[Tensor], careful: bool) -> str | None:
         """Why this graph cannot take these arguments at these addresses, or None. Unless `careful`, a graph that starts
         early leaves the rest of the check to `guards`, after its start."""
-        otherwise = self.recording.guards.carries_otherwise()
+        otherwise = self.recording.guards.carries_otherwise(leaves)
         if otherwise is not None:
             return otherwise
         self.keep_carried()

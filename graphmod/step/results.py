@@ -7,6 +7,7 @@ into one is seen in the other, and so it must be after a replay.
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -133,8 +134,8 @@ def bind(notes: Notes, result: Flat, recorder: Recorder) -> tuple[list[Note], Fl
     of its own, as it hands out results. With these, its result together with what is there now.
 
     A place may have been read before (`self.mean = 0.9 * self.mean + x.mean()`): then what is there is an argument more
-    of each replay. Not so where the call asked which object it is, a backward may come that needs it, or a value that
-    is read on the host depends on it.
+    of each replay. Not so where the call asked which object it is, or found it elsewhere as well, a backward may come
+    that needs it, or a value that is read on the host depends on it.
     """
     if top_saved_tensors_hooks(True) is not None:  # a checkpoint that makes the call again binds once more
         return [], result
@@ -142,10 +143,15 @@ def bind(notes: Notes, result: Flat, recorder: Recorder) -> tuple[list[Note], Fl
     reads = None if recorder.host_draws is None else recorder.host_draws.given
     needed = reads.depends_on if reads else set()
     keys = {address(note.key) for note in notes.notes.values() if isinstance(note.key, Tensor)}
+    places_at: defaultdict[int, set[tuple]] = defaultdict(set)
+    for note in notes.notes.values():
+        places_at[note.where_it_lay].add(note.place)
 
     def is_fixed(note: Note) -> bool:
-        told_apart = not isinstance(note.container, Data) and note.where_it_lay in notes.told_apart | keys
-        return note.read and (bool(result.differentiable) or note.where_it_lay in needed or told_apart)
+        where = note.where_it_lay
+        shared = where in notes.told_apart | keys or recorder.was_given(where) or len(places_at[where]) > 1
+        shared = shared and not isinstance(note.container, Data)
+        return note.read and (bool(result.differentiable) or where in needed or shared)
 
     can = functools.partial(_can_be_bound, notes=notes, returned=returned, backward=recorder.backward)
     places = [note for note in bound_anew(notes) if not is_fixed(note) and can(note.now())]

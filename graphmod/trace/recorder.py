@@ -193,6 +193,7 @@ class Recorder:
         random, backward, ran_compiled: whether it drew random numbers, ran a backward pass, ran compiled code.
         compiles: whether torch.compile compiled something where it could be seen: a backward, for the first time.
         on_gpu: whether it works on a GPU.
+        truths: truth values that operations gave to the host, by index of the operation.
         reads_on_host: whether it was refused for what it reads on the host, which nobody followed.
         goes_through: whether operations of the call are not run, but shown what they gave before.
         had_part: whether an eager part was called.
@@ -264,6 +265,7 @@ class Recorder:
         self.read_since: set[int] = set()
         self.parts, self.had_part = parts, False
         self._with_parts: set[int] = set()  # addresses of what eager parts were given, or have returned
+        self.truths: dict[int, bool] = {}
         self._late_at: dict[int, tuple[Tensor, Hazard]] = {}  # of truth values that a replay is to look at
         self._computed_into = 0  # address of the memory that the operation under way was given for its result
         self._made_by: dict[int, tuple] = {}  # address -> what made it last and could have computed it elsewhere
@@ -320,6 +322,10 @@ class Recorder:
     def number_of(self, op: Any) -> int:
         """What the operation under way counts as: its index in the trace, or, of those in `lifted`, one below 0."""
         return -1 - len(self.lifted) if facts(op).lifts else len(self.trace)
+
+    def was_given(self, where: int) -> bool:
+        """Whether an input lies at an address."""
+        return where in self._inputs
 
     def made(self, where: int) -> bool:
         """Whether an operation made what lies at an address."""
@@ -550,6 +556,8 @@ class Recorder:
         draws = self._draws if isinstance(op, CompiledGraph) and not one.random else None
         drawing, state = (None, None) if draws is None else (draws.before(None), draws.state())
         result = _do(op, one.args, one.kwargs)
+        if type(result) is bool:
+            self.truths[one.index] = result
         try:
             if draws is not None and draws.state() != state:
                 op.note_random()

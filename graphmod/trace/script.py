@@ -129,6 +129,17 @@ class Script:
         """Whether the recorded call did the same operation there, with the same scalars."""
         return index < len(self.trace) and _same(self.trace[index], step)
 
+    def reads_otherwise(self, trace: list[Step], truths: dict[int, bool]) -> bool:
+        """Whether a later call, which did these operations, read another truth value where a replay would have looked.
+
+        Args:
+            truths: what the call read, by index of the operation.
+        """
+        for index in self.late:
+            if index in truths and truths[index] != self.kept[index].result():
+                return all(self.has(at, step) for at, step in enumerate(trace[:index]))
+        return False
+
     def compare(self, trace: list[Step], lifted: list[Step]) -> str | None:
         """Why these operations of a later call are not those of the recorded one; None where they are.
 

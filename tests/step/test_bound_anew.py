@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import operator
 
 import pytest
 import torch
@@ -449,3 +450,34 @@ def test_what_is_bound_anew_from_what_was_there_is_eagers(program, device):
         assert call.stats.failures == (program is sets_a_parameter_with_a_hook)
     else:
         assert not call.stats.replays and NOT_CARRIED[program] in call.last_failure
+
+
+ASKED = {
+    "operator": operator.is_,
+    "hash": lambda a, b: hash(a) == hash(b),
+    "a set": lambda a, b: len({a, b}) == 1,
+    "a key": lambda a, b: {b: 1}.get(a) == 1,
+    "address": lambda a, b: a.data_ptr() == b.data_ptr(),
+    "memory": lambda a, b: a.is_set_to(b),
+}
+
+
+@pytest.mark.parametrize("ask", ASKED)
+def test_what_is_there_may_be_an_argument_now_and_then(ask, device):
+    """Which code may ask in many ways: such a call is eager."""
+    kept = {True: {"last": torch.zeros(3, device=device)}, False: {"last": torch.zeros(3, device=device)}}
+
+    def step_of(own):
+        def step(x):
+            y = x * 2 if ASKED[ask](own["last"], x) else x * 3 + own["last"]
+            own["last"] = x
+            return y
+
+        return step
+
+    plain, module = step_of(kept[False]), CUDAGraphModule(step_of(kept[True]), config())
+    x = torch.zeros(3, device=device)
+    for k in range(14):
+        x = x if k in (7, 8, 11) else torch.full((3,), float(k), device=device)
+        assert torch.equal(module(x), plain(x))
+    assert module.stats.replays > 3, module.last_failure
