@@ -353,9 +353,23 @@ def _pytree(value: Any, leaves: list[Tensor], seen: dict[int, Any]) -> Any:
     parts = list(opaque_parts(known := flatten(context, tensors, {OBJECTS: True})))
     if tensors or unrepeatable(known) or not all(isinstance(one.value, (type, types.FunctionType)) for one in parts):
         return Opaque(value)
+    if _attributes(pytree_nodes[kind].unflatten_fn(inside, context)) != _attributes(value):
+        return Opaque(value)
     _note(value, seen)
     keys = Keys([("(", "context", str), *(("[", index, int) for index in range(len(inside)))])
     return (kind, keys, _fixed(known), *[flatten(item, leaves, seen) for item in inside])
+
+
+def _attributes(value: Any) -> tuple[Any, list[int]]:
+    """What an object has besides what its class may compute: comparable, with tensors by identity."""
+    tensors: list[Tensor] = []
+    slots = [name for kind in type(value).__mro__ for name, one in vars(kind).items() if _is_slot(one)]
+    held = {name: getattr(value, name, None) for name in slots} | getattr(value, "__dict__", {})
+    return flatten(held, tensors, {OBJECTS: True}), [*map(id, tensors)]
+
+
+def _is_slot(member: Any) -> bool:
+    return isinstance(member, types.MemberDescriptorType)
 
 
 def _fixed(structure: Any) -> Any:
