@@ -69,8 +69,9 @@ def eager(function: Callable) -> Callable:
     around the function at the call: `graphmod.eager(optimizer.step)()`.
 
     The function gets the very objects that it was given in the call that was captured, and tensors of the present one.
-    It returns plain values or tensors without gradient, alone or in lists, tuples and dicts; what else it returns must
-    not be used. Where it raises an error, or changes what code after it reads, the rest of that call runs eagerly.
+    It returns plain values or tensors without gradient, alone or in lists, tuples and dicts; what else it returns, and
+    a float, must not be used. Where it raises an error, or changes what code after it reads, the rest of that call runs
+    eagerly.
     """
 
     @functools.wraps(function)
@@ -100,7 +101,7 @@ def _form_of(value: Any, is_old: Callable[[Any], bool], tensors: list[Tensor]) -
         tensors.append(value)
         return _TENSOR
     if value is None or kind in PLAIN_KINDS:
-        return kind, value
+        return kind, value, repr(value)  # in which 0.0 and -0.0 differ
     form = functools.partial(_form_of, is_old=is_old, tensors=tensors)
     if kind is types.MethodType:  # another object each time that somebody asks for it
         return kind, Opaque(value.__func__), form(value.__self__)
@@ -167,7 +168,7 @@ class Given:
     @property
     def outline(self) -> tuple:
         """What must be the same in each call."""
-        return self._form, [*map(_kind, self.tensors)]
+        return self._form, [*map(_kind, self.tensors)], [tensor.storage_offset() for tensor in self.tensors]
 
     def of(self, tensors: list[Tensor]) -> Any:
         """The like of it around other tensors."""
@@ -317,6 +318,8 @@ class RecordedParts:
             old = self.noted is not None and self.noted.is_old(tensor)
             if old or address(tensor) in there or storage_uses(tensor.untyped_storage()._cdata) > uses:
                 raise CaptureRefused("returns a tensor whose memory others have as well; return a copy")
+            if tensor.storage_offset():  # parts get views by where they begin in a copy of it
+                raise CaptureRefused("returns part of another tensor; return a copy")
 
     def _is_old(self, known: RecordedPart, value: Any) -> bool:
         if self.noted is None or not self.noted.is_old(value):

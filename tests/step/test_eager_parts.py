@@ -1774,3 +1774,33 @@ def _random_order(data, device):
         program(make, optimizer=counting, meter=lambda _: Meter()), noted(call), device, graph=whole, steps=8
     )
     assert side.graphs[0].stats.replays, side.graphs[0].last_failure
+
+
+@pytest.mark.parametrize("returned", ["part of another", "the other zero"])
+def test_what_a_part_returns_is_compared_to_the_bit(returned, device):
+    seen, count = [], 0
+
+    @eager
+    def first(x):
+        nonlocal count
+        count += 1
+        if returned == "part of another":
+            return torch.cat([x * 0 - 1, x])[len(x) :].detach()
+        return [x.clone(), 0.0 if count % 9 else -0.0]
+
+    @eager
+    def second(x):
+        seen.append(x.tolist())
+
+    def step(x):
+        y = first(x * 2)
+        y, zero = y if isinstance(y, list) else (y, 1.0)
+        second(y[1:])
+        return (y + 1) * zero
+
+    module = CUDAGraphModule(step, config())
+    for i in range(12):
+        x = torch.full((3,), float(i), device=device)
+        zero = 1.0 if returned == "part of another" else -0.0 if i % 9 == 8 else 0.0
+        assert repr(module(x).tolist()) == repr(((x * 2 + 1) * zero).tolist())
+        assert seen.pop() == [2.0 * i, 2.0 * i]
