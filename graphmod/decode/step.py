@@ -127,7 +127,7 @@ class BatchState:
         self._host_logprobs = torch.empty((steps, rows), dtype=torch.float32, pin_memory=self.pin)
         self._top: tuple[Top, Top] | None = None  # on the device and on the host, from when somebody asks for it
         self._adjustments: Adjustments | None = None  # from when somebody needs them
-        self._masks: tuple[Masks, Tensor] | None = None  # and what the host has written into `allowed`
+        self._masks: Masks | None = None
         self._slices: dict[tuple[int, int], Rows] = {}
 
     def rows(self, count: int, kind: int = 0) -> Rows:
@@ -160,15 +160,12 @@ class BatchState:
             )
         return self._adjustments
 
-    def _masking(self) -> tuple[Masks, Tensor]:
+    def _masking(self) -> Masks:
         if self._masks is None:
             rows, words = len(self.whole.integers), mask_words(self._vocabulary)
-            self._masks = (
-                Masks(
-                    torch.zeros((rows, self._vocabulary), dtype=torch.float32, device=self.device),
-                    torch.full((rows, words), -1, dtype=torch.int32, device=self.device),
-                ),
-                torch.full((rows, words), -1, dtype=torch.int32, pin_memory=self.pin),
+            self._masks = Masks(
+                torch.zeros((rows, self._vocabulary), dtype=torch.float32, device=self.device),
+                torch.full((rows, words), -1, dtype=torch.int32, device=self.device),
             )
         return self._masks
 
@@ -185,7 +182,7 @@ class BatchState:
             whole.cursor,
             Top(*(one[:, part] for one in self._tops()[0])) if kind & TOP else None,
             Adjustments(*(one[part] for one in self._adjusting())) if kind & ADJUSTED else None,
-            Masks(*(one[part] for one in self._masking()[0])) if kind & MASKED else None,
+            Masks(*(one[part] for one in self._masking())) if kind & MASKED else None,
         )
 
     def to_device(self, values: list, dtype: torch.dtype) -> Tensor:
@@ -233,9 +230,11 @@ class BatchState:
             matchers: of each; None allows all tokens.
         """
         part = slice(first, first + len(matchers))
-        (_, allowed), host = self._masking()
-        fill_masks(matchers, host[part])
-        allowed[part].copy_(host[part], non_blocking=True)
+        allowed = self._masking().allowed[part]
+        # Memory of its own, since the copy of the one before may still be to come.
+        host = torch.full(allowed.shape, -1, dtype=torch.int32, pin_memory=self.pin)
+        fill_masks(matchers, host)
+        allowed.copy_(host, non_blocking=True)
 
     def move_row(self, source: int, target: int) -> None:
         """Copies a row to another place, as it is on the device at that point of the stream."""
