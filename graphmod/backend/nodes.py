@@ -4,6 +4,7 @@ and memsets and copies become kernels. Each node writes the bytes that it would 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterable
@@ -138,8 +139,9 @@ def use_kernels(graph: int, stream: torch.cuda.Stream) -> int:
     make = {_MEMSET: _fill, _MEMCPY: _copy}
     wanted = []
     for node in nodes("cuGraphGetNodes", graph):
-        kind = node_type(node)
-        operation = make[kind](node, stream.device) if kind in make else None
+        operation = None
+        with contextlib.suppress(RuntimeError):  # an address that the driver does not know, say
+            operation = make.get(node_type(node), lambda *_: None)(node, stream.device)
         if operation is not None and not any(odd for way in (_AHEAD, _BEHIND) for _, odd in neighbours(way, node)):
             wanted.append((node, operation))
     if not wanted:

@@ -462,9 +462,10 @@ class Host:
                     f"{folder} has other weights than the model that is served: {name} has shape {shapes[1]} there and "
                     f"{shapes[0]} here; give the folder of the same model with other weights"
                 )
+        ready = [(weight, new[name].to(weight.dtype)) for name, weight in own.items()]  # what fails does so before
         with engine.pause():
-            for name, weight in own.items():
-                weight.copy_(new[name])
+            for weight, other in ready:
+                weight.copy_(other)
 
     def drain(self) -> None:
         """Has the front refuse requests from now on; those that run go on."""

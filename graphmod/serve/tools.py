@@ -32,12 +32,20 @@ def schema_of_calls(tools: Sequence[dict[str, Any]], several: bool) -> dict[str,
 _OBJECT = {"type": "object", "additionalProperties": False}
 
 
+def _no_json(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+_JSON = json.JSONDecoder(parse_constant=_no_json)
+
+
 def _moved(schema: Any, place: str) -> Any:
     """A schema whose references to parts of itself find them once it lies at another place."""
     if isinstance(schema, dict):
         moved = {name: _moved(value, place) for name, value in schema.items()}
         own = schema.get("$ref")
-        return moved | {"$ref": place + own[1:]} if isinstance(own, str) and own.startswith("#") else moved
+        refers = isinstance(own, str) and (own == "#" or own.startswith("#/"))  # else to an anchor, which moves along
+        return moved | {"$ref": place + own[1:]} if refers else moved
     return [_moved(one, place) for one in schema] if isinstance(schema, list) else schema
 
 
@@ -183,7 +191,7 @@ class CallReader:
         """The call there: name, arguments, where it ends; None if there is none yet."""
         named = _NAMED.match(self._held, start)
         try:
-            value, after = json.JSONDecoder().raw_decode(self._held, named.end() if named else start)
+            value, after = _JSON.raw_decode(self._held, named.end() if named else start)
         except (ValueError, RecursionError):
             return None
         if not isinstance(value, dict):
