@@ -343,6 +343,8 @@ class RecordedParts:
         late = None if recorder.script is None else next(iter(recorder.script.late.values()), None)
         if late is not None:
             return str(late)
+        if recorder.inputs_written:
+            return "has an eager part, and changes an argument in place; make it change a copy"
         if len(self.made) > MOST:
             every = "; ".join(map(str, self.made))
             return f"has {len(self.made)} eager parts, and at most {MOST} of them are worth it: {every}"
@@ -475,6 +477,8 @@ class EagerPart:
         self._grads: list[int] = []
         self._differentiated: list[Tensor] = []  # that a backward after it may reach
         self._require: list[bool] = []
+        self._looked_at: list[Tensor] = []
+        self._absent: list[bool] = []
         self._hooks = HookWatch([])
 
     def run(self, leaves: list[Tensor], watched: Callable[[], list], group: Any, copies: bool) -> None:
@@ -563,8 +567,11 @@ class EagerPart:
         self._hooks = HookWatch(self._differentiated)
 
     def note_gradients(self, owned: list[Tensor]) -> None:
-        """Notes where gradients are, right after it was made."""
+        """Notes where gradients are, right after it was made, and which are absent: code after it may look at them
+        without an operation."""
         self._grads = list(map(_grad_at, owned))
+        self._looked_at = list({id(p): p for p in (*owned, *self.known.guards.parameters())}.values())
+        self._absent = [p.grad is None for p in self._looked_at]
 
     def _changed(self) -> str | None:
         """What code after it would find otherwise than in the recorded call, in words."""
@@ -576,6 +583,8 @@ class EagerPart:
             reason = "a tensor is changed in place that was not so before, and that a backward after it may need"
         if reason is None and [tensor.data_ptr() for tensor in self._tensors] != self._addresses:
             reason = "a tensor has moved to another address"
+        if reason is None and [p.grad is None for p in self._looked_at] != self._absent:
+            reason = "other gradients are there, or absent"
         if reason is None and self._owned and list(map(_grad_at, self._owned)) != self._grads:
             reason = "other gradients are there, or absent"
         if reason is None and list(map(_requires_grad, self._differentiated)) != self._require:

@@ -100,6 +100,9 @@ class StepGraph:
         otherwise = guards.carries_otherwise(call.leaves)
         if otherwise is not None:
             raise CaptureRefused(otherwise)
+        guarded = {*map(address, guards.tensors)} if recording.parts else ()
+        if any(address(leaf) in guarded for leaf in call.leaves):
+            raise CaptureRefused("has an eager part, and an argument shares memory with what the callable reads")
         self.keep_carried()
         carried = zip([name_of(place.note) for place in guards.carried], self._carried, strict=True)
         self.inputs, identities = static_inputs(self, call, list(carried)), set(map(id, call.leaves))

@@ -1804,3 +1804,64 @@ def test_what_a_part_returns_is_compared_to_the_bit(returned, device):
         zero = 1.0 if returned == "part of another" else -0.0 if i % 9 == 8 else 0.0
         assert repr(module(x).tolist()) == repr(((x * 2 + 1) * zero).tolist())
         assert seen.pop() == [2.0 * i, 2.0 * i]
+
+
+def test_an_argument_that_is_changed_before_a_part(device):
+    seen = []
+    part = eager(lambda x: seen.append(x.sum().item()))
+
+    def step(x):
+        x.add_(1)
+        part(x * 2)
+        return x * 3
+
+    module = CUDAGraphModule(step, config())
+    for i in range(8):
+        x = torch.full((4,), float(i), device=device)
+        assert module(x).tolist() == [3.0 * (i + 1)] * 4 and x.tolist() == [i + 1.0] * 4
+        assert seen.pop() == 8.0 * (i + 1) and not seen
+    assert "changes an argument in place" in module.last_failure
+
+
+def forgets(weight, optimizer, y):
+    weight.grad = None
+    return y
+
+
+def steps(weight, optimizer, y):
+    optimizer.step()
+    return y
+
+
+def looks(weight, optimizer, y):
+    return y if weight.grad is None else y + 1
+
+
+@pytest.mark.parametrize("after", [forgets, steps, looks])
+@pytest.mark.parametrize("often", [4, 5, 7])
+def test_a_part_that_sets_a_gradient_now_and_then(often, after, device):
+    """At which code after it looks without an operation."""
+
+    def side(graphed):
+        weight = nn.Parameter(torch.ones(2, device=device))
+        optimizer, count = torch.optim.SGD([weight], 0.1), 0
+
+        @eager
+        def part():
+            nonlocal count
+            count += 1
+            if count % often == 0:
+                weight.grad = torch.ones(2, device=device)
+
+        def step(x):
+            y = x * 2
+            part()
+            return after(weight, optimizer, y)
+
+        call, seen = CUDAGraphModule(step, config()) if graphed else step, []
+        for i in range(16):
+            seen.append(call(torch.full((2,), float(i), device=device)).tolist())
+            seen += [weight.tolist(), None if weight.grad is None else weight.grad.tolist()]
+        return seen
+
+    assert side(True) == side(False)
