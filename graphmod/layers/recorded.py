@@ -280,7 +280,7 @@ def record_backward(context: Context, entry: Entry, recording: Recording, call: 
 def _nodes_of(call: Call, outputs: Iterable[Tensor]) -> tuple[set[Node], list[Node]]:
     """The nodes of autograd's graph that a call has made for some results, and those behind them that accumulate
     gradients."""
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         ends = {get_gradient_edge(tensor).node for tensor in call.leaves if tensor.requires_grad}
     found, accumulators = set(), []
     for node in nodes_behind(outputs, ends, lambda node: node._sequence_nr() >= call.oldest):

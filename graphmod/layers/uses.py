@@ -75,9 +75,11 @@ def learn_uses(context: Context, entry: Entry, call: Call) -> None:
     autograd has more, or something else, than the sum of what the call gives, or nothing but zeros, which tell nothing.
     Parameters as arguments are taken to be used outside: mostly they are, and always by the next call."""
     leaves, outputs = call.leaves, call.result.differentiable
+    if not outputs or torch.is_inference_mode_enabled():  # there no leaf has a node
+        return
     # Those that are returned the caller may use as he likes, which `LayerGraph` sees to.
     parameters = [one for one in context.around.parameters if id(one) not in call.result.seen]
-    trained = [parameter for parameter in parameters if parameter.requires_grad] if outputs else []
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
     with torch.enable_grad():
         ends = {place: get_gradient_edge(parameter) for place, parameter in enumerate(trained)}
     for place, uses in uses_of(ends, outputs).items():

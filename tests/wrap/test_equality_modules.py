@@ -149,3 +149,13 @@ def test_inference_mode_equals_eager(device):
             return side.call(side.batch(i, 4, 8)).clone().sum().item()
 
     twins(lambda d: mlp(d).eval(), step, device, replays=1)
+
+
+def test_a_leaf_that_requires_grad_is_an_argument_in_inference_mode(device):
+    """There it has no node in autograd's graph."""
+    weight = nn.Parameter(torch.ones(4, device=device))
+    module = CUDAGraphModule(lambda x: x * 2, config())
+    for _ in range(6):
+        with torch.inference_mode():
+            assert module(weight).tolist() == [2.0] * 4
+    assert module.stats.replays > 1, module.last_failure
