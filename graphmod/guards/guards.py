@@ -285,7 +285,7 @@ class Guards:
     Args:
         notes: of the call, which changed nothing of it.
         backward: whether a backward ran inside, which writes gradients that are absent and adds to others.
-        bound: places whose value is another after each call, and that nobody is to compare.
+        bound: places whose value is another after each call; of those that are read, the form is compared.
 
     Attributes:
         bound: those, in containers as they are now.

@@ -58,13 +58,11 @@ class Notation(NamedTuple):
     Attributes:
         begin, end: around one or several; no end is that of the answer.
         bare: whether calls may begin an answer without `begin`.
-        short: whether ids are of nine letters, as Mistral's templates want them.
     """
 
     begin: str
     end: str | None = None
     bare: bool = False
-    short: bool = False
 
 
 LIST = Notation("", bare=True)
@@ -78,7 +76,7 @@ def notation_of(template: str) -> Notation | None:
     if "<tool_call>" in template:
         return None if "<function=" in template else Notation("<tool_call>", "</tool_call>")
     if "[TOOL_CALLS]" in template:
-        return Notation("[TOOL_CALLS]", short=True)
+        return Notation("[TOOL_CALLS]")
     is_llama = "<|python_tag|>" in template or ('"parameters"' in template and "ipython" in template)
     return Notation("<|python_tag|>", bare=True) if is_llama else None
 
@@ -177,7 +175,7 @@ class CallReader:
         if (found := self._call(start)) is not None:
             name, arguments, after = found
             if self._several or not self.count:
-                calls.append(Call(self.count, arguments, name, self._new_id()))
+                calls.append(Call(self.count, arguments, name, _new_id()))
                 self.count += 1
             self._held, self._mark = self._held[after:], ""
             return "", True
@@ -203,8 +201,10 @@ class CallReader:
             return None
         return name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False), after
 
-    def _new_id(self) -> str:
-        return uuid.uuid4().hex[:9] if self._notation.short else f"call_{uuid.uuid4().hex[:24]}"
+
+def _new_id() -> str:
+    """That of a call: nine letters and digits, as Mistral's templates want it to be when it is told again."""
+    return uuid.uuid4().hex[:9]
 
 
 class ArgumentReader:
@@ -224,7 +224,7 @@ class ArgumentReader:
         """No text, and a piece of the arguments."""
         if not piece:
             return "", []
-        first = {} if self.count else {"name": self._name, "id": f"call_{uuid.uuid4().hex[:24]}"}
+        first = {} if self.count else {"name": self._name, "id": _new_id()}
         self.count = 1
         return "", [Call(0, piece, **first)]
 

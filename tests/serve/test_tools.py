@@ -86,6 +86,7 @@ def test_one_call_is_told_where_no_more_are_wanted_and_a_text_may_be_arguments()
     _, text, _, _ = TEXTS["two"]
     assert len(read(CallReader(HERMES, ["look", "go"], False), text, 5)[1]) == 1
     said, (call,) = read(ArgumentReader("look"), '{"city": "Bern"}', 3)
+    assert len(call.id) == 9 and call.id.isalnum()
     assert (said, call.name, call.arguments) == ("", "look", '{"city": "Bern"}')
 
 
