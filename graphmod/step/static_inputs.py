@@ -70,6 +70,7 @@ class OwnedBuffer:
         self._source: Any = None
         self._version = -1
         self._pointer = 0
+        self._passes: set[int] = set()  # that read the present content, and the last of them
         self._pass = -1
         self._readers: set[int] = set()  # of the present content, by identity
         self._foreign = False  # whether others than PyTorch write to the memory of the source
@@ -89,9 +90,9 @@ class OwnedBuffer:
         )
 
     def free_for(self, source: Tensor, passes: int) -> bool:
-        """Whether `source` may be written while something is in flight: not if another argument was copied to here in
-        this pass, and several graphs read it."""
-        return self.users < 2 or self._pass != passes or self.holds(source)
+        """Whether `source` may be written while a pass is in flight: not if that reads another argument that was copied
+        to here, and several graphs do."""
+        return self.users < 2 or passes not in self._passes or self.holds(source)
 
     def forget(self) -> None:
         """The pass is over: nothing leads to what was copied any more."""
@@ -108,6 +109,9 @@ class OwnedBuffer:
         if not self._foreign and self._pass == passes and id(reader) not in self._readers and self.holds(source):
             self._readers.add(id(reader))
             return 0
+        if not self.holds(source):
+            self._passes.clear()
+        self._passes.add(passes)
         self._pass, self._readers = passes, {id(reader)}
         memory = self._memory
         source_part = source.detach()
