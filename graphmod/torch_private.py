@@ -55,10 +55,12 @@ try:
     from torch.optim._muon import muon as muon
     from torch.utils import _device, _pytree
     from torch.utils import _python_dispatch as _modes
+    from torch.utils import checkpoint as checkpoints
     from torch.utils._device import DeviceContext as DeviceContext
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._python_dispatch import _disable_current_modes as without_modes
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
+    from torch.utils._pytree import tree_leaves as tree_leaves
     from torch.utils._pytree import tree_map_only as tree_map_only
 
     # what belongs to a thread, and goes along to those of autograd that run its backwards
@@ -561,6 +563,25 @@ def _takes_references() -> bool:
 _to_be_given = _takes_references()
 
 
+_CHECKPOINTS = {"_checkpoint_hook": "frame", "_recomputation_hook": "target_frame_ref"}
+"""Hooks of a checkpoint -> the variable of theirs that leads to what it keeps."""
+
+
+def checkpoint_of(pack: Callable) -> tuple[Any, bool] | None:
+    """What a checkpoint with `use_reentrant=False` keeps of the call that it runs, and whether it runs it again, for
+    the backward; None where a hook for saved tensors is of no such checkpoint.
+
+    Args:
+        pack: the first of the hooks.
+    """
+    kind = getattr(pack, "__qualname__", "").partition(".")[0]
+    if kind not in _CHECKPOINTS:
+        return None
+    function: Any = inspect.unwrap(pack)
+    found = function.__closure__[function.__code__.co_freevars.index(_CHECKPOINTS[kind])].cell_contents
+    return (found, False) if kind == "_checkpoint_hook" else (found(), True)
+
+
 def put_in_thread(name: str, value: Any) -> None:
     """Has this thread, and those of autograd that run its backwards from here on, know a value by a name."""
     if _to_be_given:
@@ -589,6 +610,13 @@ def settle_assembler() -> None:
 
         _set_triton_ptxas_path()
         get_ptxas_version.cache_clear()
+
+
+def _knows_checkpoints() -> bool:
+    """Whether the hooks have the variables; to make one would import the compiler."""
+    codes = {kind: getattr(checkpoints, kind).__init__.__code__.co_consts for kind in _CHECKPOINTS}
+    packs = {kind: one for kind, found in codes.items() for one in found if getattr(one, "co_name", "") == "pack_hook"}
+    return all(name in packs[kind].co_freevars for kind, name in _CHECKPOINTS.items())
 
 
 def self_test() -> None:
@@ -623,6 +651,7 @@ def self_test() -> None:
         ("_C._current_autograd_node", lambda: current_backward() >= 0 or current_node() is None),
         ("_C._autograd._get_sequence_nr", lambda: next_sequence_number() >= node._sequence_nr()),
         ("_C._autograd._top_saved_tensors_default_hooks", lambda: (top_saved_tensors_hooks(True), True)[1]),
+        ("utils.checkpoint._checkpoint_hook", _knows_checkpoints),
         ("_C._is_multithreading_enabled", lambda: backward_threads() in (True, False)),
         ("_C._dispatch_tls_is_dispatch_key_included", lambda: key_included(key) in (True, False)),
         ("_C._dispatch_tls_is_dispatch_key_excluded", lambda: key_excluded(key) in (True, False)),

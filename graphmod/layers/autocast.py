@@ -58,7 +58,7 @@ def keep_open(device: torch.device, block: Block | None) -> None:
     if block is None:
         return
     probe = _probe(device)
-    with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):  # of which a checkpoint around must not know
+    with torch.autograd.graph.saved_tensors_hooks(as_it_is, as_it_is):  # of which a checkpoint around must not know
         cast: Any = torch.nn.functional.linear(probe, probe).grad_fn
         node = cast.next_functions[0][0]
     node.metadata["graphmod"] = block
@@ -70,7 +70,7 @@ def open_block(device: torch.device) -> Block | None:
     return None if known is None else known()
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
+def as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor
 
 from graphmod.guards.hooks import several_hooks
-from graphmod.layers.autocast import Block, block_of_now, casts_of_its_own, learn_casts, shares_casts
-from graphmod.layers.graph import DRAWS, LayerGraph, Ticket, draws_anew
+from graphmod.layers.autocast import Block, as_it_is, block_of_now, casts_of_its_own, learn_casts, shares_casts
+from graphmod.layers.graph import DRAWN_BEFORE, DRAWS, LayerGraph, Ticket, inputs_drawn_anew
 from graphmod.layers.group import LayerGroup
 from graphmod.layers.node import InTurn, apply_replayed
 from graphmod.layers.recorded import RecordedBackward, for_plain_backwards, record_backward
@@ -20,9 +21,13 @@ from graphmod.ranks.fully_shard import reads_parts
 from graphmod.signature.call import Call
 from graphmod.step.arena import Tape
 from graphmod.step.context import Context
+from graphmod.step.dispatch import eager
 from graphmod.step.entry import Entry
 from graphmod.step.recording import Recording
+from graphmod.torch_private import checkpoint_of
+from graphmod.trace.undo import under_way, within
 
+_KEPT = "graphmod"  # as an attribute: what is kept weakly runs code where it dies, in a backward that is recorded
 COMMUNICATES = (
     "communicates with other processes to collect its parameters (fully_shard), and so does its backward, which is no "
     "part of the call; wrap the whole step"
@@ -64,6 +69,36 @@ class LayerContext(Context):
         self._eager_calls: weakref.WeakSet[EagerCall] = weakref.WeakSet()
         self._block: weakref.ref[Block] | None = None  # of autocast, in which the last call was that keeps casts
 
+    def among_hooks(self, pack: Callable, call: Call, run: Callable[[], Any]) -> Any:
+        """A call in a checkpoint, which counts what autograd saves, and runs the call again for the backward: as it ran
+        at first. A graph saves nothing that others see; so where one served it, this is an eager call of which the
+        checkpoint does not know what it saves."""
+        known = checkpoint_of(pack)
+        if known is None or not torch.is_grad_enabled():
+            return run()
+        frame, again = known
+        # With the checkpoint: of each call, in order, whether a graph served it. With the hook: how many came again.
+        served = vars(frame).setdefault(_KEPT, {}).setdefault(self, [])
+        if not again:
+            given = inputs_drawn_anew()
+            if given is None or not any(tensor.requires_grad and id(tensor) not in given for tensor in call.leaves):
+                result = run()
+            else:
+                self.log_once(f"{self.name!r} runs eagerly: it {DRAWN_BEFORE}")
+                result = eager(self, call)
+            served.append(self.served is not None)
+            return result
+        counts = vars(pack).setdefault(_KEPT, {})
+        place = counts[self] = counts.get(self, -1) + 1
+        if not any(served[place : place + 1]):
+            return call()
+        depth = under_way.again
+        try:
+            under_way.again = depth + 1
+            return within(torch.autograd.graph.saved_tensors_hooks(as_it_is, as_it_is), call=call)
+        finally:
+            under_way.again = depth
+
     def waiting(self) -> int:
         return sum(not call.done for call in self._eager_calls)
 
@@ -79,7 +114,7 @@ class LayerContext(Context):
 
     def refuses(self, call: Call, recording: Recording) -> str | None:
         recording.its_backward = RecordedBackward(recording.functions)
-        if recording.random and draws_anew():
+        if recording.random and inputs_drawn_anew() is not None:
             return DRAWS
         if recording.communicates and call.result.differentiable and reads_parts(recording.guards.tensors):
             return COMMUNICATES

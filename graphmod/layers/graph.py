@@ -44,10 +44,12 @@ from graphmod.step.recording import Recording
 from graphmod.step.static_inputs import StaticInput, without_history
 from graphmod.step.static_outputs import StaticOutput
 from graphmod.torch_private import (
+    checkpoint_of,
     current_backward,
     is_traceable_wrapper_subclass,
     saves_tensors,
     top_saved_tensors_hooks,
+    tree_leaves,
     tree_map_only,
 )
 from graphmod.trace.operations import address
@@ -299,6 +301,10 @@ DRAWS = (
     "draws random numbers inside a checkpoint that draws others when it runs again (preserve_rng_state=False), which "
     "no replay would do; leave preserve_rng_state as it is, set dropout to 0, or do without the checkpoint"
 )
+DRAWN_BEFORE = (
+    "is given what a checkpoint has computed, and may compute otherwise when it runs again (preserve_rng_state=False); "
+    "put the checkpoint around this part alone, or leave preserve_rng_state as it is"
+)
 KEPT = (
     "keeps in its graph what the checkpoint around it would not: it draws random numbers, which a graph cannot draw "
     "twice. Set dropout to 0, or do without the checkpoint (gradient_checkpointing=False)"
@@ -308,18 +314,21 @@ KEPT = (
 def in_checkpoint() -> bool:
     """Whether a checkpoint runs this call, to run it again in the backward."""
     hooks = top_saved_tensors_hooks(True)
-    name = "" if hooks is None else getattr(hooks[0], "__qualname__", "")
-    return name.startswith("_checkpoint_hook.") and torch.is_grad_enabled()
+    known = None if hooks is None else checkpoint_of(hooks[0])
+    return known is not None and not known[1] and torch.is_grad_enabled()
 
 
-def draws_anew() -> bool:
-    """Whether a checkpoint runs this call that does not put back the random state when it runs it again."""
+def inputs_drawn_anew() -> set[int] | None:
+    """The identities of what the checkpoints around this call were given, each of them, that run it again without
+    putting back the random state; None where there is no such."""
     frame = sys._getframe(1) if in_checkpoint() else None
+    given = None
     while frame is not None:
-        if frame.f_code is _CODE:
-            return not frame.f_locals.get("preserve", True)
+        if frame.f_code is _CODE and not (known := frame.f_locals)["preserve"]:
+            leaves = set(map(id, tree_leaves((known["args"], known["kwargs"]))))
+            given = leaves if given is None else given & leaves
         frame = frame.f_back
-    return False
+    return given
 
 
 class _Enough(BaseException):

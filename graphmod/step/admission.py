@@ -10,7 +10,6 @@ from graphmod.step.entry import Entry
 from graphmod.step.graph import ALIGNED_OTHERWISE
 from graphmod.step.group import MOST_ARENAS
 from graphmod.step.recording import Recording
-from graphmod.torch_private import current_node
 
 CAPTURE_ANOTHER = "its graphs expect other gradients (None, or to be added to) than the coming backward will find"
 UNFINISHED = "no backward followed when it was captured"
@@ -35,8 +34,6 @@ def choose_tape(context: Context, entry: Entry, reason: str, recording: Recordin
         recording: of the present state.
     """
     group, account, patience = context.group, entry.account, context.config.warmup_steps
-    if entry.called_forward and not entry.graphs and current_node() is not None:
-        return None  # a checkpoint runs an eager forward again, and counts what it saves
     tape = group.growing_tape(entry)
     again = tape is not None and any(graph.tape is tape for graph in entry.graphs)
     known = any(graph.recording is recording for graph in entry.graphs)

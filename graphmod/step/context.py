@@ -170,6 +170,15 @@ class Context:
 
     # -- a backward outside of the graph: none here; see `layers.context` ------------------------------------------
 
+    def among_hooks(self, pack: Callable, call: Call, run: Callable[[], Any]) -> Any:
+        """A call while hooks for saved tensors are active.
+
+        Args:
+            pack: the first of the innermost hooks.
+            run: makes the call, from a graph or not.
+        """
+        return run()
+
     def waiting(self) -> int:
         """How many calls without a graph wait for their backward."""
         return 0

@@ -29,7 +29,7 @@ from graphmod.step.entry import Entry
 from graphmod.step.graph import READS_OTHERWISE, StepGraph
 from graphmod.step.group import LOOKS
 from graphmod.step.recording import Recording, record, record_operations
-from graphmod.torch_private import current_node, is_fx_tracing, is_traced, next_sequence_number, top_saved_tensors_hooks
+from graphmod.torch_private import is_fx_tracing, is_traced, next_sequence_number, top_saved_tensors_hooks
 from graphmod.trace import dispatch
 from graphmod.trace.hazards import COMPILES
 from graphmod.trace.operations import is_stale
@@ -54,6 +54,13 @@ def run(context: Context, call: Call) -> Any:
     undo_left()
     if is_nested(context):
         return call()
+    hooks = top_saved_tensors_hooks(True)
+    if hooks is not None:
+        return context.among_hooks(hooks[0], call, functools.partial(_start, context, call))
+    return _start(context, call)
+
+
+def _start(context: Context, call: Call) -> Any:
     if context.agreement is not None:
         context.agreement.begin()
     return _run(context, call)
@@ -380,7 +387,7 @@ def warm_up(context: Context, entry: Entry, call: Call) -> Any:
         context.last_failure = entry.difference
         if entry.graphs or entry.keeps_changing:
             _say_difference(context, entry)
-    if not entry.begin_warm_up(forward=current_node() is None):
+    if not entry.begin_warm_up():
         call.result = Flat(alone(context, entry, call))
     else:
         how = {"methods": context.methods, "follows": entry.follows}
@@ -466,9 +473,6 @@ def due(context: Context, entry: Entry, leaves: list[Tensor]) -> Recording | Non
     how, group = context.config.verify, context.group
     rounds = group.verification
     if how is Verify.sampled:
-        # A checkpoint that runs a call again counts what it saves: it has to run alike both times.
-        if current_node() is not None or top_saved_tensors_hooks(True) is not None:
-            rounds.stop()
         if entry.verified_in < 0:
             rounds.expect(entry.recordings[0].seconds)
         elif entry.verified_in == rounds.round and (group.busy or several_ranks() or not rounds.begins()):

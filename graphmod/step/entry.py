@@ -139,7 +139,6 @@ class Entry:
         other_branch: the present state was recorded, and only chance, or what is read on the host, chooses another
             branch; other_branches counts how often that was so.
         needs_grad: its results have a backward.
-        called_forward: outside of any backward.
         turned_down: calls while it was disabled; retry_at: how many of them until another is tried.
         reason: why it is disabled, or failed last; lost: why its graphs were dropped last, or were not made.
         last_used: the call of the module, counted, that was the last of this signature.
@@ -170,7 +169,6 @@ class Entry:
     other_branch: bool = False
     other_branches: int = 0
     needs_grad: bool = False
-    called_forward: bool = False
     reason: str = ""
     lost: str = ""
     last_used: int = 0
@@ -196,9 +194,8 @@ class Entry:
 
     # -- recordings ----------------------------------------------------------------------------------------------
 
-    def begin_warm_up(self, forward: bool) -> bool:
-        """Takes in a warm-up call, `forward` if it is outside of any backward; returns whether it is to be recorded."""
-        self.called_forward = self.called_forward or forward
+    def begin_warm_up(self) -> bool:
+        """Takes in a warm-up call; returns whether it is to be recorded."""
         self.eager_for = self.difference or self.eager_for
         if not self.ordinary:
             return True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import time
 import weakref
 from collections.abc import Sequence
@@ -209,10 +208,6 @@ class Verification:
     def expect(self, seconds: float) -> None:
         """Takes in, before the first round, how long one of the calls will take, at most."""
         self._seconds += seconds
-
-    def stop(self) -> None:
-        """Begins no round any more."""
-        self._next = math.inf
 
     def begins(self) -> bool:
         """Whether it is time for another round, which begins if so."""

@@ -1,9 +1,11 @@
 """Layers inside a checkpoint have eager's numbers, from graphs where that can be, and their memory stays saved."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from graphmod import graph_layers
 from tests.support.harness import config
@@ -70,3 +72,71 @@ def test_on_a_gpu_a_checkpoint_saves_memory():
     _, saving = run(torch.device("cuda"), True, use_reentrant=False, **sizes)
     assert all(wrapper.stats.replays >= 5 for wrapper in saving)
     assert saving[0].stats.pool_bytes < 0.5 * plain[0].stats.pool_bytes
+
+
+def checkpointed(layers, how, **settings):
+    """A forward through layers in checkpoints."""
+    settings = {"use_reentrant": False, **settings}
+
+    def through(some, between=None):
+        def forward(x):
+            for layer in some:
+                x = layer(layer(x)) if between is None else between(layer(x))
+            return x
+
+        return forward
+
+    def nested(x):
+        inside = checkpoint(through(layers[:1]), x, **settings).relu()
+        return checkpoint(through(layers[1:]), inside, **settings)
+
+    ways = {
+        "each": lambda x: functools.reduce(lambda x, layer: checkpoint(layer, x, **settings), layers, x),
+        "all": lambda x: checkpoint(through(layers), x, **settings),
+        "between": lambda x: checkpoint(through(layers, lambda x: x.sigmoid() * x), x, **settings),
+        "nested": lambda x: checkpoint(nested, x, **settings),
+    }
+    return ways[how]
+
+
+ODD = {9: "frozen", 10: "frozen", 12: "hook", 13: "two", 15: "retain"}
+
+
+def habits(device, graphed, how, dropout=0.0, **settings):
+    """Steps of which some are others, and what comes out."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(Block(8, dropout * (i == (how != "nested"))) for i in range(3)).to(device)
+    weight = layers[0].up.weight
+    wrappers = graph_layers(layers, layers=["0", "1", "2"], body=False) if graphed else []
+    forward, seen = checkpointed(list(layers), how, **settings), []
+    for i in range(17):
+        torch.manual_seed(i)
+        odd, x = ODD.get(i, ""), torch.randn(4, 8, device=device).requires_grad_()
+        layers.zero_grad(set_to_none=i not in (1, 4, 6))
+        hook = weight.register_hook(lambda grad: grad * 0.5) if odd == "hook" else None
+        weight.requires_grad_(odd != "frozen")
+        with set_checkpoint_early_stop(odd != "two"):
+            losses = [forward(x + k).square().mean() for k in range(1 + (odd == "two"))]
+        for loss in losses:
+            loss.backward(retain_graph=odd == "retain")
+            if odd == "retain":
+                loss.backward()
+        seen += [*losses, x.grad, *(None if p.grad is None else p.grad.clone() for p in layers.parameters())]
+        weight.requires_grad_()
+        if hook is not None:
+            hook.remove()
+    return seen, wrappers
+
+
+@pytest.mark.parametrize("how", ["each", "all", "between", "nested"])
+@pytest.mark.parametrize("dropout, preserve", [(0.0, True), (0.0, False), (0.5, True), (0.5, False)])
+def test_a_call_runs_again_as_it_ran_at_first(how, dropout, preserve, device):
+    expected, _ = habits(device, False, how, dropout, preserve_rng_state=preserve)
+    found, wrappers = habits(device, True, how, dropout, preserve_rng_state=preserve)
+    assert all(same(was, now) for was, now in zip(expected, found, strict=True))
+    if not dropout and how == "each":
+        assert all(wrapper.stats.replays for wrapper in wrappers)
+
+
+def same(was, now):
+    return was is now if was is None or now is None else torch.equal(was, now)
