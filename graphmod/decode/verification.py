@@ -27,7 +27,11 @@ _MOST_TOKENS = 512  # beyond a window that is looked at
 _NOISE = 4  # times what the model's own ways to compute the same differ by
 _MOST_NOISE = 10  # times what is allowed without noise: a model that looks ahead agrees with itself even less
 _LINEAR = 1e-3  # relative; int8 rounds by some 5e-3
-_HALF = (torch.float16, torch.bfloat16)
+
+
+def _half(model: PreTrainedModel) -> bool:
+    """Whether it computes in 16 bits."""
+    return model.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(model.device.type)
 
 
 def _made_up(model: PreTrainedModel, memory: PagedCache, most: int) -> list[int]:
@@ -76,7 +80,7 @@ def compare_made_up(
     except Exception as error:  # of a model's own code: anything
         raise DecodeError(refusal(model, f"it fails on {len(tokens)} tokens: {reason(error)}")) from error
     error = _relative(found, own)
-    allowed = 0.05 if model.dtype in _HALF else 1e-2 if torch.get_float32_matmul_precision() != "highest" else 1e-4
+    allowed = 0.05 if _half(model) else 1e-2 if torch.get_float32_matmul_precision() != "highest" else 1e-4
     if error <= allowed or error <= _with_noise(allowed, _relative(_cached_logits(model, tokens, 2), own)):
         return
     why = f"after {len(tokens)} tokens its logits differ by {error:.1%} from those of its own forward"
@@ -200,8 +204,8 @@ def compare_tokens(model: PreTrainedModel, done: Completion, last: int, where: s
 
     own = logprobs(_own_logits(model, tokens[:-1], last))
     errors = (found - own).abs()
-    error = float(errors.median() if model.dtype in _HALF else errors.max())
-    allowed = 0.5 if model.dtype in _HALF else 0.02
+    error = float(errors.median() if _half(model) else errors.max())
+    allowed = 0.5 if _half(model) else 0.02
     if error <= allowed or not bool(torch.isfinite(own).all()):
         return
     noise = (logprobs(_cached_logits(model, tokens[:-1], last)) - own).abs().max()

@@ -153,6 +153,13 @@ class Rounded(nn.Linear):
         return nn.functional.linear((hidden / scale).round() * scale, self.weight, self.bias)
 
 
+def test_an_engine_under_autocast_is_judged_as_one_of_16_bits():
+    model = small("llama", torch.device("cpu"))
+    with torch.autocast("cpu", torch.bfloat16):
+        (done,) = DecodeEngine(model, max_seq_len=100).generate([[5, 6, 7]], max_new_tokens=4)
+    assert done.error is None and len(done.tokens) == 4
+
+
 def test_a_model_that_is_quantized_dynamically_is_told_so():
     model = small("llama", torch.device("cpu"))
     for layer in model.modules():
