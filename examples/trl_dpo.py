@@ -34,6 +34,7 @@ def main(steps: int = 12, graphs: bool = True) -> list[float]:
             max_steps=steps,
             per_device_train_batch_size=4,
             learning_rate=1e-3,
+            gradient_checkpointing=False,  # is switched off and on in each step, with another hook each time
             pad_to_multiple_of=64,  # else each batch has a length of its own, and needs graphs of its own
             bf16=torch.cuda.is_available(),
             logging_steps=1,
