@@ -19,9 +19,11 @@ from graphmod.decode.types import (
 
 if TYPE_CHECKING:
     from graphmod.decode.engine import DecodeEngine
+    from graphmod.decode.rollouts import Rollouts, use_decode_engine
     from graphmod.decode.streams import EngineLoop, Handle, TokenStream
 
 _LATER = {"DecodeEngine": "engine", "EngineLoop": "streams", "Handle": "streams", "TokenStream": "streams"}
+_LATER |= {"Rollouts": "rollouts", "use_decode_engine": "rollouts"}
 
 __all__ = [
     "Completion",
@@ -32,10 +34,12 @@ __all__ = [
     "EngineLoop",
     "Handle",
     "RequestError",
+    "Rollouts",
     "Run",
     "Sampling",
     "TokenEvent",
     "TokenStream",
+    "use_decode_engine",
 ]
 
 

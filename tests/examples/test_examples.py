@@ -17,6 +17,7 @@ NEEDS = {
     "peft_lora": ["peft"],
     "transformers_trainer": ["accelerate"],
     "trl_dpo": ["datasets", "trl"],
+    "trl_grpo": ["datasets", "trl"],
     "trl_sft": ["datasets", "trl"],
 }
 LINES = 80
