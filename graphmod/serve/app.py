@@ -645,9 +645,14 @@ def _tokenized(body: TokenizeRequest, codec: Codec) -> dict[str, Any]:
 
 def _detokenized(tokens: list[int], codec: Codec) -> str:
     try:
-        return codec.decode(tokens, **({"special_tokens": True} if isinstance(codec, TokenizerCodec) else {}))
-    except (IndexError, OverflowError, TypeError, ValueError) as error:
-        raise ApiError(400, f"tokens hold an id that the tokenizer does not have: {error}", "tokens") from None
+        if not isinstance(codec, TokenizerCodec):
+            return bytes(tokens).decode(errors="replace")
+        if None not in (names := codec.tokenizer.convert_ids_to_tokens(tokens)):
+            return codec.decode(tokens, special_tokens=True)
+        error: Any = tokens[names.index(None)]
+    except (IndexError, OverflowError, TypeError, ValueError) as raised:
+        error = raised
+    raise ApiError(400, f"tokens hold an id that the tokenizer does not have: {error}", "tokens")
 
 
 class _Cors(CORSMiddleware):

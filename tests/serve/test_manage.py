@@ -50,6 +50,7 @@ def test_texts_become_tokens_as_they_do_in_requests_and_back(served):
         ("/tokenize", {"prompt": "a", "promt": "b"}, "promt"),
         ("/detokenize", {"tokens": [-1]}, "tokens.0"),
         ("/detokenize", {"tokens": "a"}, "tokens"),
+        ("/detokenize", {"tokens": [5, 100_000]}, "tokens"),
         ("/update_weights", {}, "path"),
     ],
     ids=str,
