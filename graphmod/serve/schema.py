@@ -433,15 +433,15 @@ class ChatRequest(_Request):
 
     @model_validator(mode="after")
     def _with_tools(self) -> ChatRequest:
-        choice = self.tool_choice
+        choice, names = self.tool_choice, self.tool_names
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise _refusal("unsupported_field", f"has {twice[0]!r} twice; give each tool a name of its own", "tools")
         if choice is not None and (choice.type == "function") != (choice.function is not None):
             raise _refusal("unsupported_field", "goes with type=function, and this with it", "tool_choice.function")
         if choice is not None and choice.type in ("required", "function") and not self.tools:
             raise _refusal("unsupported_field", "goes with tools", "tool_choice")
-        if choice is not None and choice.function is not None and choice.function.name not in self.tool_names:
-            raise _refusal(
-                "unsupported_field", f"must be one of {', '.join(self.tool_names)}", "tool_choice.function.name"
-            )
+        if choice is not None and choice.function is not None and choice.function.name not in names:
+            raise _refusal("unsupported_field", f"must be one of {', '.join(names)}", "tool_choice.function.name")
         for name in ("logprobs", "response_format", "structured_outputs") if self.calls != "none" else ():
             if getattr(self, name) and (name != "response_format" or super().structure[1] is not None):
                 raise _refusal("unsupported_field", "goes without tools, or with tool_choice=none", name)

@@ -217,6 +217,7 @@ def test_definitions_of_schemas_stay_with_them():
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools.0.function.name", "at least 1"),
         ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools.0.custom", "not supported"),
         ({"tools": None, "tool_choice": "required"}, "tool_choice", "goes with tools"),
+        ({"tools": CHAT["tools"] * 2}, "tools", "has 'go' twice; give each tool a name of its own"),
         ({"tool_choice": "any"}, "tool_choice.type", "must be 'none', 'auto', 'required' or 'function', got \"any\""),
         ({"tool_choice": "function"}, "tool_choice.function", "goes with type=function"),
         (
