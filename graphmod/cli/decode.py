@@ -28,6 +28,7 @@ from graphmod.config import CompileMode
 from graphmod.decode.engine import DecodeEngine
 from graphmod.decode.sampling import FILTERED, GREEDY, PLAIN, kind_of_row
 from graphmod.decode.types import Completion, RequestError
+from graphmod.errors import ConfigError
 from graphmod.serve.engine_side import FrontLost, FrontProcess, Host
 from graphmod.text import Codec, TextStream, TokenizerCodec, codec_for
 from graphmod.trace.garbage import frozen_heap
@@ -289,7 +290,11 @@ def _engine(config: ServeConfig, folder: Path) -> DecodeEngine:
 
 
 def _other_weights(source: ModelSource, folder: Path) -> PreTrainedModel:
-    return load_weights(model_folder(str(folder)), None, _DTYPES[source.precision], setting="path ")
+    try:
+        found = model_folder(str(folder))
+    except ConfigError as error:  # which names the setting, and says what else the server could start with
+        raise ConfigError(re.split("[.;] (?:Or )?train ", str(error).replace("model.path=", "path "))[0]) from None
+    return load_weights(found, None, _DTYPES[source.precision], setting="path ")
 
 
 def serve(config: ServeConfig, folder: Path, address: str, front: FrontProcess) -> int:

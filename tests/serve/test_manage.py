@@ -2,12 +2,15 @@
 
 import json
 import threading
+from functools import partial
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
 from graphmod import __version__
+from graphmod.cli.decode import _other_weights
+from graphmod.cli.settings import ModelSource
 from graphmod.serve.settings import ServeSettings
 from graphmod.text import TokenizerCodec
 from tests.support.served import Served, chat_model, tokenizer
@@ -142,6 +145,16 @@ def test_weights_change_while_requests_run(tmp_path):
         assert served.post("/update_weights", {"path": str(tmp_path / "own")})[0] == 200
         assert served.post("/wake_up", {})[0] == 200
         assert answer(served) == before
+
+
+def test_a_folder_without_weights_is_named_by_the_field_that_said_it(tmp_path):
+    served = Served(chat_model(), tokenizer(), {"manage": True}, max_batch_size=1)
+    served.load = partial(_other_weights, ModelSource())
+    with served:
+        for folder, what in ((tmp_path / "nowhere", "is not a folder"), (tmp_path, "holds neither a saved model")):
+            status, said, _ = served.post("/update_weights", {"path": str(folder)})
+            message = said["error"]["message"]
+            assert status == 409 and message.startswith(f"path {folder} {what}") and "graphmod train" not in message
 
 
 @pytest.mark.parametrize("path", ["/sleep", "/wake_up", "/reset_prefix_cache", "/update_weights"])
