@@ -11,7 +11,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -50,7 +50,9 @@ from graphmod.serve.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    ManageRequest,
     Object,
+    SleepRequest,
     StreamOptions,
     TokenizeRequest,
     UpdateRequest,
@@ -132,10 +134,11 @@ def _constant(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
 
 
-async def _read(request: Request, kind: type[R], most: int) -> R:
-    """The request in a body of at most `most` bytes. Raises ApiError."""
+async def _read(request: Request, kind: type[R], most: int, query: Mapping[str, str] | None = None) -> R:
+    """The request in a body of at most `most` bytes, which may be empty where there may be a `query`, too. Raises
+    ApiError."""
     try:
-        raw = await _bytes(request, most)
+        raw = await _bytes(request, most) or (b"" if query is None else b"{}")
         given = json.loads(raw.decode("utf-8-sig"), parse_constant=_constant)
         if _SURROGATE.search(raw):
             json.dumps(given, ensure_ascii=False).encode()  # raises for half of a pair, which no tokenizer takes
@@ -147,7 +150,7 @@ async def _read(request: Request, kind: type[R], most: int) -> R:
         digits = "digits" in str(error)  # Python reads no more than some thousand
         raise ApiError(400, "a number has too many digits" if digits else f"the body is not JSON: {error}") from None
     try:
-        return kind.model_validate(given)
+        return kind.model_validate({**given, **query} if query and isinstance(given, dict) else given)
     except ValidationError as error:
         raise wrong_field(error) from None
     except RecursionError:
@@ -161,13 +164,6 @@ def require_key(service: Service, request: Request) -> None:
     if key is None or (scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), key.encode())):
         return
     raise ApiError(401, "the API key is missing or wrong; send it as Authorization: Bearer KEY", code="invalid_api_key")
-
-
-def require_manager(service: Service, request: Request) -> None:
-    """Raises ApiError where the request may not manage the server."""
-    require_key(service, request)
-    if not service.settings.manage:
-        raise ApiError(403, f"{request.url.path} is for servers with serve.manage=true", code="not_managed")
 
 
 def require_model(service: Service, name: str | None) -> None:
@@ -502,6 +498,12 @@ def make_app(service: Service, alive: Lifespan[Starlette]) -> Starlette:
         act = partial(_detokenized, body.tokens, service.require_ready())
         return JSONResponse({"prompt": await asyncio.wrap_future(service.aside(act))})
 
+    async def asked_by_manager(request: Request, kind: type[R]) -> R:
+        require_key(service, request)
+        if not service.settings.manage:
+            raise ApiError(403, f"{request.url.path} is for servers with serve.manage=true", code="not_managed")
+        return await _read(request, kind, service.settings.max_body_bytes, request.query_params)
+
     async def manage(name: str, *given: Any) -> Response:
         if not service.sleeping:
             service.require_ready()
@@ -512,21 +514,18 @@ def make_app(service: Service, alive: Lifespan[Starlette]) -> Starlette:
         return JSONResponse({"status": "done"})
 
     async def sleep(request: Request) -> Response:
-        require_manager(service, request)
-        level = request.query_params.get("level", "1")
-        if level not in ("1", "2"):
-            raise ApiError(400, f"level must be 1 (graphs stay) or 2 (they go), got {level!r}", "level")
+        body = await asked_by_manager(request, SleepRequest)
         if not (before := service.sleeping):
             service.require_ready()
         service.sleeping = True  # from now on nobody is let in
         try:
-            return await manage("sleep", level == "1")
+            return await manage("sleep", body.level == "1")
         except ApiError:
             service.sleeping = before
             raise
 
     async def wake_up(request: Request) -> Response:
-        require_manager(service, request)
+        await asked_by_manager(request, ManageRequest)
         answer = await manage("wake_up")
         service.sleeping = False
         return answer
@@ -536,12 +535,11 @@ def make_app(service: Service, alive: Lifespan[Starlette]) -> Starlette:
         return JSONResponse({"is_sleeping": service.sleeping})
 
     async def reset_prefix_cache(request: Request) -> Response:
-        require_manager(service, request)
+        await asked_by_manager(request, ManageRequest)
         return await manage("reset_prefix_cache")
 
     async def update_weights(request: Request) -> Response:
-        require_manager(service, request)
-        body = await _read(request, UpdateRequest, service.settings.max_body_bytes)
+        body = await asked_by_manager(request, UpdateRequest)
         require_model(service, body.model)
         return await manage("update_weights", body.path)
 
@@ -615,6 +613,7 @@ _REQUESTS: dict[str, type[Object]] = {
     "/v1/completions": CompletionRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
+    "/sleep": SleepRequest,
     "/update_weights": UpdateRequest,
 }
 

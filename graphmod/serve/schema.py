@@ -168,6 +168,12 @@ def _by_id(given: Any) -> Any:
     return {int(token): value for token, value in given.items()}
 
 
+def _level(given: Any) -> str:
+    if given not in ("1", "2", 1, 2) or isinstance(given, bool):
+        raise ValueError("must be 1 (graphs stay) or 2 (they go)")
+    return str(given)
+
+
 StopText = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
@@ -550,6 +556,16 @@ class DetokenizeRequest(_OfTokens):
     """Of `/detokenize`."""
 
     tokens: list[TokenId] = Field(description="token ids")
+
+
+class ManageRequest(Object):
+    """Of `/wake_up` and `/reset_prefix_cache`, which know no fields."""
+
+
+class SleepRequest(Object):
+    """Of `/sleep`."""
+
+    level: Annotated[str, BeforeValidator(_level)] = Field("1", description="1: graphs stay; 2: they go")
 
 
 class UpdateRequest(_OfTokens):
