@@ -182,12 +182,13 @@ def _kind(name: str, value: object, kind: type, words: str) -> None:
 _STRUCTURED: dict[str, tuple[Any, str]] = {
     "json": ((str, dict), "a JSON schema: an object, or its text"),
     "json_object": (bool, "true"),
-    "regex": (str, "a text"),
+    "regex": (str, "a regular expression that is not empty"),
     "choice": (list, "a list of texts"),
-    "grammar": (str, "a text"),
+    "grammar": (str, "a grammar that is not empty"),
     "disable_any_whitespace": (bool, "true or false"),
     "whitespace_pattern": (str, "a regular expression"),
 }
+_TEXTS = ("regex", "grammar")
 
 
 def said(structure: dict[str, Any]) -> dict[str, Any]:
@@ -204,7 +205,7 @@ def _check_structure(given: Any) -> None:
             known = ", ".join(_STRUCTURED)
             raise RequestError(f"structured_outputs has {name!r}, which is not known; it may have {known}")
         kind, words = _STRUCTURED[name]
-        texts = value if name == "choice" and isinstance(value, list) else ["text"]
+        texts = value if name == "choice" and isinstance(value, list) else [value if name in _TEXTS else "text"]
         if not isinstance(value, kind) or not texts or not all(isinstance(one, str) and one for one in texts):
             raise RequestError(f"structured_outputs: {name} must be {words}, got {value!r:.80}")
 

@@ -270,6 +270,8 @@ def test_graphs_may_be_captured_ahead(device):
         ({"json": 5}, "json must be a JSON schema: an object, or its text, got 5"),
         ({"regex": "[0-"}, "unclosed character class"),
         ({"grammar": "start: x"}, 'unknown name: "x"'),
+        ({"regex": ""}, "regex must be a regular expression that is not empty, got ''"),
+        ({"grammar": ""}, "grammar must be a grammar that is not empty, got ''"),
         ({"grammar": 'root ::= ("b"'}, "this grammar cannot be used: Failed to convert"),
         ({"choice": []}, r"choice must be a list of texts, got \[\]"),
         ({"choice": ["a", 5]}, r"choice must be a list of texts, got \['a', 5\]"),
