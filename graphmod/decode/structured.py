@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import json
 from functools import cache, cached_property, lru_cache
-from importlib.util import find_spec
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from graphmod.decode.types import STRUCTURES, RequestError, said
+from graphmod.errors import reason
 from graphmod.text import Codec, token_bytes
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 else:
     Matcher = Any
 
+_OLDEST = 1, 9  # whose tokenizers take several ends
 _FEW = 8  # rows whose masks take less time than threads need to begin
 _KEPT = 64  # matchers of what was asked for last
 
@@ -59,6 +62,24 @@ def fill_masks(matchers: list[Matcher | None], masks: Tensor) -> None:
             fill_next_token_bitmask(matcher, found, row)
 
 
+def _require_llguidance() -> None:
+    """Raises RequestError where there is none that can be used."""
+    try:
+        found = version("llguidance")
+        import_module("llguidance")
+        if tuple(map(int, found.split(".")[:2])) >= _OLDEST:
+            return
+        why = f"{found} is installed"
+    except PackageNotFoundError:
+        why = "it is not installed"
+    except Exception as error:  # of its import: anything
+        why = f"its import fails: {reason(error)}"
+    raise RequestError(
+        f"structured_outputs needs llguidance {'.'.join(map(str, _OLDEST))} or newer, and {why}: pip install -e "
+        "'.[structured]' in its clone"
+    )
+
+
 class Grammars:
     """Makes matchers for the tokens of one codec.
 
@@ -76,9 +97,9 @@ class Grammars:
     def prepare(self) -> None:
         """Reads the tokens, which takes a second where they are many; else the first matcher waits for it. What cannot
         be used is said then."""
-        if find_spec("llguidance") is not None:
-            with contextlib.suppress(RequestError):
-                _ = self._tokenizer
+        with contextlib.suppress(RequestError):
+            _require_llguidance()
+            _ = self._tokenizer
 
     def matcher(self, asked: dict[str, Any]) -> Matcher:
         """A new matcher, which is to be given a completion token by token.
@@ -89,11 +110,7 @@ class Grammars:
         Raises:
             RequestError: it cannot be used, or there is no codec or no llguidance.
         """
-        if find_spec("llguidance") is None:
-            raise RequestError(
-                "structured_outputs needs llguidance, which is not installed: pip install -e '.[structured]' in its "
-                "clone"
-            )
+        _require_llguidance()
         return self._known(json.dumps(said(asked))).deep_copy()
 
     def _made(self, asked: str) -> Matcher:

@@ -3,6 +3,7 @@ and nobody else in the batch notices."""
 
 import json
 import random
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
@@ -269,9 +270,9 @@ def test_graphs_may_be_captured_ahead(device):
         ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "Unsatisfiable schema"),
         ({"json": 5}, "json must be a JSON schema: an object, or its text, got 5"),
         ({"regex": "[0-"}, "unclosed character class"),
-        ({"grammar": "start: x"}, 'unknown name: "x"'),
         ({"regex": ""}, "regex must be a regular expression that is not empty, got ''"),
         ({"grammar": ""}, "grammar must be a grammar that is not empty, got ''"),
+        ({"grammar": "start: x"}, 'unknown name: "x"'),
         ({"grammar": 'root ::= ("b"'}, "this grammar cannot be used: Failed to convert"),
         ({"choice": []}, r"choice must be a list of texts, got \[\]"),
         ({"choice": ["a", 5]}, r"choice must be a list of texts, got \['a', 5\]"),
@@ -296,6 +297,27 @@ def test_what_is_missing_is_said(monkeypatch):
         engine_for("word_piece", cpu).generate(["a"], **asked)
     with pytest.raises(RequestError, match="its tokens depend on their neighbours"):
         engine_for("slow", cpu).generate(["a"], **asked)
-    monkeypatch.setattr(rooms, "find_spec", lambda name: None)
-    with pytest.raises(RequestError, match=r"needs llguidance, .* pip install -e '.\[structured\]'"):
-        engine_for("bytes", cpu).generate(["a"], **asked)
+
+
+def raising(error):
+    def call(name):
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "name, answer, said",
+    [
+        ("version", raising(PackageNotFoundError("llguidance")), "it is not installed"),
+        ("version", lambda name: "1.6.0", r"1\.6\.0 is installed"),
+        ("import_module", raising(ImportError("lib.so: cannot open")), "its import fails: lib.so: cannot open"),
+        ("import_module", raising(SystemError("of another Python")), "its import fails: of another Python"),
+    ],
+)
+def test_a_library_that_cannot_be_used_is_named_with_the_version_that_is_wanted(name, answer, said, monkeypatch):
+    engine = engine_for("bytes", torch.device("cpu"))
+    monkeypatch.setattr(rooms, name, answer)
+    engine.requests.grammars.prepare()  # at the start of a server, which goes on
+    with pytest.raises(RequestError, match=rf"llguidance 1\.9 or newer, and {said}: pip install -e '.\[structured\]'"):
+        engine.generate(["a"], structured_outputs={"regex": "a"})
