@@ -322,10 +322,10 @@ class CUDAGraphModule(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         """Takes what was saved of the module, by its own names or with `module.` in front of them."""
         names = list(self._root.state_dict()) if isinstance(self._root, nn.Module) else []
-        if not any(f"{prefix}module.{name}" in state_dict for name in names):
-            for name in names:
-                if prefix + name in state_dict:
-                    state_dict[f"{prefix}module.{name}"] = state_dict.pop(prefix + name)
+        inside = {f"module.{name}" for name in names} - {*names}
+        if not any(prefix + name in state_dict for name in inside):
+            own = {name: state_dict.pop(prefix + name) for name in names if prefix + name in state_dict}
+            state_dict |= {f"{prefix}module.{name}": value for name, value in own.items()}
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     # -- copies ----------------------------------------------------------------------------------------------------

@@ -48,6 +48,21 @@ def test_what_was_saved_of_a_module_loads_into_its_wrapper_and_back(inside, devi
         loads.load_state_dict({prefix + "another": x})
 
 
+@pytest.mark.parametrize("saved_as", ["", "module."], ids=["own names", "module. in front"])
+def test_a_module_that_names_a_part_module_loads_what_was_saved_of_it(saved_as):
+    """Its names with `module.` in front are names of its own, too."""
+
+    class Around(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4, bias=False)
+            self.module = nn.Linear(4, 4, bias=False)
+
+    one, other = Around(), Around()
+    saved = {name: value.clone() for name, value in one.state_dict().items()}
+    CUDAGraphModule(other, config()).load_state_dict({saved_as + name: value for name, value in saved.items()})
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in saved.items())
+
+
 def test_a_wrapper_switches_its_module_between_training_and_evaluation(device):
     def step(side, i):
         side.call.train(i % 4 != 3)
