@@ -679,6 +679,8 @@ class Notes:
             return UNKNOWN if place is None or place.shared is not None else place.value
         if means_nothing(owner if isinstance(owner, type) else kind):
             return UNKNOWN
+        if issubclass(kind, torch.autocast) and name.startswith("prev"):  # it notes when entered, for its own end alone
+            return UNKNOWN
         if place is None:
             found = find_in_classes(kind.__mro__, name)
             base, shared = (None, None) if found is None else (found.shared, found.value)

@@ -282,6 +282,20 @@ def test_autocast_can_be_entered_again():
         assert not torch.is_autocast_enabled("cpu")
 
 
+@pytest.mark.parametrize("around", [torch.no_grad, torch.enable_grad], ids=["no gradients", "gradients"])
+def test_an_autocast_that_serves_all_calls_may_be_entered_elsewhere_in_between(around, device):
+    """As a decorator does, and Accelerate: what it found when it was entered is no state of the module."""
+    module, x = mlp(device), torch.ones(4, 8, device=device)
+    module.forward = torch.autocast(device.type, torch.bfloat16)(module.forward)
+    wrapper = CUDAGraphModule(module, config())
+    for _ in range(2 * CALLS):
+        with around():
+            assert torch.equal(wrapper(x), module(x))
+        with torch.autocast(device.type, torch.bfloat16):
+            module(x)
+    assert wrapper.stats.replays > CALLS and wrapper.stats.failures == 0
+
+
 def test_private_names_that_are_gone_are_replaced_or_named(monkeypatch):
     assert torch_private.getter("_get_what_no_release_has")() is None
     monkeypatch.setattr(torch_private, "any_autocast", lambda: 3)
