@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import dis
 import functools
+import io
 import operator
 import os
+import pickle
 import sys
 import types
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import FrameType
 from typing import Any
@@ -39,7 +41,7 @@ from graphmod.guards.notes import UNGUARDED, Notes
 from graphmod.reads.frames import noting
 from graphmod.reads.operand_stack import function_of, is_called
 from graphmod.signature.call import Call
-from graphmod.signature.flattening import PLAIN_KINDS, Opaque
+from graphmod.signature.flattening import PLAIN_KINDS
 from graphmod.signature.modes import FOREIGN, GRAD, INFERENCE, SETTINGS, difference, entered_again
 from graphmod.step.gradients import GradientBuffer, Left, as_memory, is_split, leave_behind, lend, memory_of, part
 from graphmod.step.results import PartOf
@@ -58,7 +60,7 @@ from graphmod.trace.undo import Unwinding, let_through, within
 
 MOST = 8  # in one call: more cost more than they bring
 _RAISES = Reason("is an eager part, and raises an error", OUTSIDE)
-_TENSOR = object()  # stands for one in a form
+_SINGLE = (type, torch.dtype, torch.layout, torch.memory_format)  # of whose objects there is one each
 
 
 def eager(function: Callable) -> Callable:
@@ -87,92 +89,88 @@ def eager(function: Callable) -> Callable:
 
 
 # -- what a part is given, and gives -----------------------------------------------------------------------------------
-def _form_of(value: Any, is_old: Callable[[Any], bool], tensors: list[Tensor]) -> Any:
-    """What a value is made of but for its tensors, which are added to a list: comparable, and for `_made_of`.
+class _Form(pickle.Pickler):
+    """What a value is made of: tensors, objects that are themselves in each call, and how these lie in containers.
 
     Args:
-        is_old: whether an object was there before the call, so that it is itself in each call.
+        is_old: whether an object was there before the call, so that it is itself in each.
+
+    Attributes:
+        tensors: those in it.
+        content: all else, to be compared.
 
     Raises:
         CaptureRefused: it holds an object that the call has made.
     """
-    kind = type(value)
-    if issubclass(kind, Tensor):
-        tensors.append(value)
-        return _TENSOR
-    if value is None or kind in PLAIN_KINDS:
-        return kind, value, repr(value)  # in which 0.0 and -0.0 differ
-    form = functools.partial(_form_of, is_old=is_old, tensors=tensors)
-    if kind is types.MethodType:  # another object each time that somebody asks for it
-        return kind, Opaque(value.__func__), form(value.__self__)
-    if is_old(value):
-        return Opaque(value)
-    if kind in (list, tuple):
-        return kind, *map(form, value)
-    if kind is dict:
-        return kind, form(tuple(value)), *map(form, value.values())
-    if kind is slice:
-        return kind, form(value.start), form(value.stop), form(value.step)
-    if kind is types.BuiltinMethodType:
-        return kind, value.__name__, form(value.__self__)
-    if kind is functools.partial:
-        return kind, form(value.func), form(value.args), form(value.keywords)
-    raise CaptureRefused(f"is given one {kind.__name__} that the call makes, and that a replay would not make anew")
+
+    def __init__(self, value: Any, is_old: Callable[[Any], bool] = lambda _: False) -> None:
+        self._written, self._is_old = io.BytesIO(), is_old
+        super().__init__(self._written)
+        self.tensors: list[Tensor] = []
+        self._old: list[Any] = []
+        self.dump(value)
+        self.content = self._written.getvalue(), list(map(id, self._old))  # in which 0.0 and -0.0 differ
+        self.clear_memo()  # which holds all that it has met
+
+    def persistent_id(self, value: Any) -> int | None:
+        """The place of what is not taken apart: one of `tensors`, or, below 0, an old object."""
+        kind = type(value)
+        if issubclass(kind, Tensor):
+            self.tensors.append(value)
+            return len(self.tensors) - 1
+        if value is None or kind is types.MethodType or (kind in PLAIN_KINDS and kind not in _SINGLE):
+            return None
+        if kind not in _SINGLE and not self._is_old(value):
+            return None
+        self._old.append(value)
+        return -len(self._old)
+
+    def reducer_override(self, value: Any) -> Any:
+        """How to make an object anew that is none of Python's containers."""
+        kind = type(value)
+        if kind is types.MethodType:  # another object each time that somebody asks for it
+            return kind, (value.__func__, value.__self__)
+        if kind in (slice, functools.partial, types.BuiltinMethodType) or kind in PLAIN_KINDS:
+            return NotImplemented
+        raise CaptureRefused(f"is given one {kind.__name__} that the call makes, and that a replay would not make anew")
+
+    def around(self, tensors: list[Tensor]) -> Any:
+        """The like of the value around other tensors."""
+        return _Made(self.content[0], tensors, self._old).load()
 
 
-def _made_of(form: Any, tensors: Iterator[Tensor]) -> Any:
-    """A value of a form around other tensors."""
-    if form is _TENSOR:
-        return next(tensors)
-    if isinstance(form, Opaque):
-        return form.value
-    kind, *parts = form
-    if kind is types.NoneType or kind in PLAIN_KINDS:
-        return parts[0]
-    if kind is types.BuiltinMethodType:
-        return getattr(_made_of(parts[1], tensors), parts[0])
-    made = [_made_of(one, tensors) for one in parts]
-    if kind in (list, tuple):
-        return kind(made)
-    if kind is dict:
-        return dict(zip(made[0], made[1:], strict=True))
-    if kind is functools.partial:
-        return kind(made[0], *made[1], **made[2])
-    return kind(*made)
+class _Made(pickle.Unpickler):
+    def __init__(self, content: bytes, tensors: list[Tensor], old: list[Any]) -> None:
+        super().__init__(io.BytesIO(content))
+        self._tensors, self._old = tensors, old
+
+    def persistent_load(self, place: int) -> Any:
+        return self._tensors[place] if place >= 0 else self._old[-1 - place]
 
 
 def _kind(tensor: Tensor) -> tuple:
     return tensor.size(), tensor.stride(), tensor.dtype, tensor.device
 
 
-class Given:
-    """What a part returned, if code goes on to use it: plain values, tensors, or lists, tuples and dicts of these.
-
-    Attributes:
-        tensors: those in it.
+def _returned(value: Any) -> _Form:
+    """What a part returned, if code goes on to use it: plain values, tensors, or containers of these.
 
     Raises:
         CaptureRefused: it is something else.
     """
+    form = _Form(value)
+    if type(value) in (float, complex):
+        raise CaptureRefused(f"returns one {type(value).__name__} that code after it may use; make it a tensor")
+    if any(tensor.requires_grad for tensor in form.tensors):
+        raise CaptureRefused("returns a tensor that requires grad; return it detached")
+    if any(tensor.layout is not torch.strided or tensor.is_nested for tensor in form.tensors):
+        raise CaptureRefused("returns a sparse or nested tensor")
+    return form
 
-    def __init__(self, value: Any) -> None:
-        self.tensors: list[Tensor] = []
-        self._form = _form_of(value, lambda _: False, self.tensors)
-        if type(value) in (float, complex):
-            raise CaptureRefused(f"returns one {type(value).__name__} that code after it may use; make it a tensor")
-        if any(tensor.requires_grad for tensor in self.tensors):
-            raise CaptureRefused("returns a tensor that requires grad; return it detached")
-        if any(tensor.layout is not torch.strided or tensor.is_nested for tensor in self.tensors):
-            raise CaptureRefused("returns a sparse or nested tensor")
 
-    @property
-    def outline(self) -> tuple:
-        """What must be the same in each call."""
-        return self._form, [*map(_kind, self.tensors)], [tensor.storage_offset() for tensor in self.tensors]
-
-    def of(self, tensors: list[Tensor]) -> Any:
-        """The like of it around other tensors."""
-        return _made_of(self._form, iter(tensors))
+def _outline(form: _Form) -> tuple:
+    """What must be the same in each call."""
+    return form.content, [*map(_kind, form.tensors)], [tensor.storage_offset() for tensor in form.tensors]
 
 
 def _name_of(function: Callable) -> str:
@@ -204,24 +202,31 @@ class RecordedPart:
     Attributes:
         name, where: of the function, and where it is called.
         index: how many operations come before it.
-        form, kinds: of the function and what it is given; see `_form_of`.
+        given: the function and what it is given.
         old: the objects in that, by identity, which were there before the call.
-        backward: whether a backward comes after it.
-        given: what it returned; None where nobody uses that.
+        returned: what it returned, see `_outline`; None where nobody uses that.
         guards: what code after it reads, up to the next.
+        backward: whether a backward comes after it.
     """
 
     guards: Guards
+    given: tuple
     backward: bool
 
     def __init__(self, name: str, caller: FrameType, index: int) -> None:
         self.name = name
         self.where = location(caller.f_code, caller.f_lineno)
         self.index = index
-        self.form: Any = None
-        self.kinds: list = []
         self.old: dict[int, Any] = {}
-        self.given: Given | None = None
+        self.returned: tuple | None = None
+
+    def form_of(self, given: tuple) -> _Form:
+        """What a later call of the function, of these arguments, is made of."""
+        return _Form(given, lambda value: id(value) in self.old)
+
+    def is_given(self, form: _Form) -> bool:
+        """Whether that is the call that was recorded."""
+        return (form.content, [*map(_kind, form.tensors)]) == self.given
 
     def finish(self, notes: Notes, recorder: Recorder) -> None:
         """Makes the guards, of notes on what was read after it."""
@@ -266,23 +271,24 @@ class RecordedParts:
         caller: Any = frame.f_back
         known = RecordedPart(name or _name_of(function), caller, len(recorder.trace))
         self.made.append(known)
-        tensors: list[Tensor] = []
+        given: list[Tensor] = []
+        returned: list[Tensor] = []
         try:
             self._methods.__exit__(None, None, None)
             with hidden():
                 unfit = self._changed()
-                unfit = unfit or self._unfit(self._take_given, known, (function, args, kwargs), tensors)
+                unfit = unfit or self._unfit(self._take_given, known, (function, args, kwargs), given)
                 run = function if self.noted is None else functools.partial(self.noted.unnoted, function)
                 result = run(*args, **kwargs)
                 if not _is_dropped(frame):
-                    unfit = unfit or self._unfit(self._take_returned, known, result, tensors)
+                    unfit = unfit or self._unfit(self._take_returned, known, result, given, returned)
         except BaseException:
             recorder.refuse(known.name, _RAISES)
             raise
         finally:
             self._methods.__enter__()
-        self._held += [result, *tensors]
-        recorder.after_part([] if known.given is None else known.given.tensors, tensors)
+        self._held += [result, *given]
+        recorder.after_part(returned, given)
         self._drawn = 0 if self._draws is None else len(self._draws)
         if unfit is not None:
             recorder.refuse(known.name, Reason(f"is an eager part that {unfit}", OUTSIDE))
@@ -303,18 +309,19 @@ class RecordedParts:
             return str(refusal)
         return None
 
-    def _take_given(self, known: RecordedPart, value: Any, tensors: list[Tensor]) -> None:
-        found: list[Tensor] = []
-        known.form = _form_of(value, functools.partial(self._is_old, known), found)
-        known.kinds = [*map(_kind, found)]
-        tensors += [tensor.detach() for tensor in found]  # and not itself: autograd counts who holds gradients
+    def _take_given(self, known: RecordedPart, value: tuple, given: list[Tensor]) -> None:
+        form = _Form(value, functools.partial(self._is_old, known))
+        known.given = form.content, [*map(_kind, form.tensors)]
+        given += [tensor.detach() for tensor in form.tensors]  # and not itself: autograd counts who holds gradients
 
-    def _take_returned(self, known: RecordedPart, result: Any, tensors: list[Tensor]) -> None:
-        known.given = given = Given(result)
-        there = {address(tensor) for tensor in tensors} - {0}
+    def _take_returned(self, known: RecordedPart, result: Any, given: list[Tensor], returned: list[Tensor]) -> None:
+        form = _returned(result)
+        known.returned = _outline(form)
+        returned += form.tensors
+        there = {address(tensor) for tensor in given} - {0}
         own = torch.empty(1)
         uses = storage_uses(own.untyped_storage()._cdata)
-        for tensor in given.tensors:
+        for tensor in returned:
             old = self.noted is not None and self.noted.is_old(tensor)
             if old or address(tensor) in there or storage_uses(tensor.untyped_storage()._cdata) > uses:
                 raise CaptureRefused("returns a tensor whose memory others have as well; return a copy")
@@ -448,7 +455,6 @@ class EagerPart:
         known: what the recorded call showed.
         sources: of the tensors that it is given; see `tensor`.
         gradients: the gradients that the code before it left behind, for whoever looks at them.
-        returned: what it returned last; None where nobody uses that.
         results: the tensors in that, as the graph has them.
         inputs: those of the graph that it reads between it and the next part.
         outcome: what it returned last, as it is, and the error that it raised.
@@ -456,16 +462,15 @@ class EagerPart:
         modes_after: in which it left last.
 
     Args:
-        form: what it is given; see `_form_of`.
+        form: what it is given.
         modes: in which it is called; others: whether the captured call is in other ones.
     """
 
-    def __init__(self, known: RecordedPart, form: Any, sources: list[Any], modes: tuple, others: bool) -> None:
-        self.known, self._form, self.sources = known, form, sources
+    def __init__(self, known: RecordedPart, form: _Form, sources: list[Any], modes: tuple, others: bool) -> None:
+        self.known, self.form, self.sources = known, form, sources
         self._modes, self.enters, self.modes_after = modes, others, modes
         self._goes_on = True  # whether operations follow
         self.gradients: list[tuple[Tensor, Left]] = []
-        self.returned: Given | None = None
         self.results: list[_Own] = []
         self.inputs: list[tuple[int, Any]] = []
         self.outcome: tuple[Any, Exception | None] = None, None
@@ -490,7 +495,7 @@ class EagerPart:
         """
         leave_behind(self.gradients, copies)
         made = [self.tensor(source, leaves) for source in self.sources]
-        function, args, kwargs = _made_of(self._form, iter(made))
+        function, args, kwargs = self.form.around(made)
         may_change = watched() if self.known.backward else []
         tensors = [one.made if isinstance(one, _Own) else one for one in may_change]
         before = list(map(_version, tensors))
@@ -522,8 +527,8 @@ class EagerPart:
             return source.of_now()
         return source() if callable(source) else source
 
-    def take(self) -> None:
-        """Copies what it returned to where the graph reads it.
+    def take(self) -> _Form | None:
+        """Copies what it returned to where the graph reads it; returns what that is made of, if code uses it.
 
         Raises:
             CaptureRefused: it is of another kind than in the recorded call, or the graph cannot go on after it.
@@ -531,17 +536,17 @@ class EagerPart:
         reason = self._changed()
         if reason is not None:
             raise CaptureRefused(f"{self.known} changes what code after it reads: {reason}")
-        if self.known.given is None:
-            return
-        given = Given(self.outcome[0])
-        if given.outline != self.known.given.outline:
+        if self.known.returned is None:
+            return None
+        returned = _returned(self.outcome[0])
+        if _outline(returned) != self.known.returned:
             raise CaptureRefused(f"{self.known} returns other values, or tensors of other kinds, than before")
-        self.returned = given
         if not self.results:
             with torch.inference_mode(False), torch.no_grad():
-                self.results = [_Own(_Loan(kept.data), kept) for kept in map(torch.clone, given.tensors)]
-        for own, tensor in zip(self.results, given.tensors, strict=True):
+                self.results = [_Own(_Loan(kept.data), kept) for kept in map(torch.clone, returned.tensors)]
+        for own, tensor in zip(self.results, returned.tensors, strict=True):
             own.made = own.loan.lent = tensor
+        return returned
 
     def watch(
         self, owned: list[Tensor], tensors: list[Tensor], inputs: list[Any], seen: Recorder, reads: set[int], end: int
@@ -696,7 +701,7 @@ class EagerParts:
                 self._put_back = self._present()
                 made.note_gradients(self._owned)
                 buffers = [(i, one.buffer) for i, one in enumerate(self.graph.inputs) if one.buffer]
-                self._take(made, self._call.leaves, buffers)
+                returned = self._take(made, self._call.leaves, buffers)
             except CutShort as cut:
                 raise Unwinding(cut) from None
         tensors = [own.memory for own in made.results]
@@ -709,7 +714,7 @@ class EagerParts:
         recorder.after_part(tensors, [own.memory for own in made.own])
         with hidden():
             recorder.graph.resume(self._trail.held)
-        return None if made.returned is None else made.returned.of(tensors)
+        return None if returned is None else returned.around(tensors)
 
     def _next(self, recorder: Follower, function: Callable, args: tuple, kwargs: dict) -> EagerPart:
         """The part that comes, where the recorded call had the same one.
@@ -722,9 +727,8 @@ class EagerParts:
         known = recording.parts[number] if number < len(recording.parts) else None
         if known is None or known.index != len(recorder.trace):
             raise Diverged("calls another eager part than the call before")
-        tensors: list[Tensor] = []
-        form = _form_of((function, args, kwargs), lambda value: id(value) in known.old, tensors)
-        if form != known.form or [*map(_kind, tensors)] != known.kinds:
+        form = known.form_of((function, args, kwargs))
+        if not known.is_given(form):
             raise Diverged(f"calls the eager part {known} with other values than the call before")
         modes = self.graph.context.group.modes()
         before = entry.signature.modes
@@ -732,7 +736,8 @@ class EagerParts:
             raise CaptureRefused(f"calls the eager part {known} under a mode that no replay could enter")
         if entry.copies_out:
             raise CaptureRefused(f"has the eager part {known}, and results of it are held that cannot be moved")
-        made = EagerPart(known, form, self._sources(known, recorder, tensors), modes, modes != before)
+        made = EagerPart(known, form, self._sources(known, recorder, form.tensors), modes, modes != before)
+        form.tensors = []
         self.made.append(made)
         return made
 
@@ -795,8 +800,8 @@ class EagerParts:
         owns += [own for made in self.made[: self._done] for own in made.results]
         return [*self._may_change, *(own for own in owns if not own.memory.is_inference())]
 
-    def _take(self, made: EagerPart, leaves: list[Tensor], inputs: list[tuple[int, Any]]) -> None:
-        """Has the graph find what a part returned, and what it wrote.
+    def _take(self, made: EagerPart, leaves: list[Tensor], inputs: list[tuple[int, Any]]) -> _Form | None:
+        """Has the graph find what a part returned, and what it wrote; see `EagerPart.take`.
 
         Args:
             inputs: those of the graph that it is going to read, and that have a buffer.
@@ -807,7 +812,7 @@ class EagerParts:
         if made.outcome[1] is not None:
             raise CutShort(self, None)
         try:
-            made.take()
+            returned = made.take()
         except CaptureRefused as refusal:
             raise CutShort(self, refusal) from None
         with torch.inference_mode(False), torch.no_grad():
@@ -815,6 +820,7 @@ class EagerParts:
                 loan.bring_back()
         for index, buffer in inputs:
             buffer.load(leaves[index], self.graph.tape.arena.passes, self.graph.context)
+        return returned
 
     def _leave_behind(self, recorder: Follower, made: EagerPart) -> None:
         """Lends a part the gradients that code before it has left in memory of the graph."""
@@ -936,11 +942,10 @@ class EagerParts:
         def part_again(function: Callable, args: tuple, kwargs: dict) -> Any:
             made = self.made[next(numbers)]
             with hidden():
-                tensors: list[Tensor] = []
-                form = _form_of((function, args, kwargs), lambda value: id(value) in made.known.old, tensors)
-                if form != made.known.form or made.known.index != len(fast.trace):
+                form = made.known.form_of((function, args, kwargs))
+                if form.content != made.form.content or made.known.index != len(fast.trace):
                     fast.give_up(Diverged("it calls another eager part than before"))
-                given.update(zip(map(id, made.sources), tensors, strict=True))
+                given.update(zip(map(id, made.sources), form.tensors, strict=True))
                 if made is last:
                     methods.__exit__(None, None, None)
                     bring_back()

@@ -655,6 +655,25 @@ def test_results_that_a_function_in_c_uses(how, device):
     run(make, device, step=noted(call), meter=lambda _: Meter())
 
 
+@pytest.mark.parametrize("what", ["one list twice", "not a number", "a set"])
+def test_values_that_the_call_makes_are_as_they_are_in_eager_calls(what, device):
+    def make(s):
+        @eager
+        def part(x, first, second):
+            if what == "one list twice":
+                first.append(x.sum().item())
+            s.meter.values.append(repr(second))
+
+        def step(x):
+            made = {"one list twice": [], "not a number": float("nan"), "a set": {1, "b"}}[what]
+            part(x, made, made)
+            return x + 1
+
+        return step
+
+    run(make, device, step=noted(call), meter=lambda _: Meter())
+
+
 def test_arguments_of_the_step_are_passed_on_as_they_are(device):
     def make(s):
         @eager
