@@ -18,29 +18,10 @@ from graphmod.step.eager_parts import RecordedParts
 from graphmod.torch_private import beside_dynamo
 from graphmod.trace import dispatch
 from graphmod.trace.dispatch import hidden
-from graphmod.trace.operations import Step
 from graphmod.trace.recorder import Recorder
 from graphmod.trace.untraced import untraced
 
 _JOINED = ("zero_grad",)  # an eager part where others of its object are, and it comes after one
-
-
-class _Tried:
-    """A method that may become an eager part, in the call in which these are looked at.
-
-    Attributes:
-        causes: what a graph cannot repeat and it did, outside of other such methods that it calls; see `_causes`.
-        is_most: whether a backward ran inside, so that it is most of the call.
-    """
-
-    def __init__(self) -> None:
-        self.causes: Counter = Counter()
-        self.is_most = False
-
-    def take_in(self, causes: Counter, operations: list[Step]) -> None:
-        """Takes in one of its calls."""
-        self.causes += causes
-        self.is_most = self.is_most or any(step.code is None for step in operations)
 
 
 class Methods:
@@ -64,13 +45,15 @@ class Methods:
         self.refused = ""
         self.found: list[str] = []
         self._methods: list[tuple[Any, str]] = []
-        self._tried: dict[tuple[int, str], _Tried] | None = None
-        self._inside: Counter = Counter()  # causes in the methods that the one under way has called so far
+        # What a graph cannot repeat and each did, outside of other such methods that it calls; see `_causes`.
+        self._tried: dict[tuple[int, str], Counter] | None = None
+        self._inside: Counter = Counter()  # what those have done that the one under way has called so far
+        self._most: set[tuple[int, str]] = set()  # in which a backward ran, so that they are most of the call
 
     def learn(self, recorder: Recorder, refused: str) -> bool:
         """Takes in a recorded call that was refused. Returns whether the next may do better."""
         parts = recorder.parts
-        assert isinstance(parts, RecordedParts) and parts.noted is not None, "it was recorded"
+        assert isinstance(parts, RecordedParts), "it was recorded"
         noted = parts.noted
         if self._gave_up:
             return False
@@ -81,18 +64,15 @@ class Methods:
             self._methods = noted.methods
             self._gave_up = not self._methods
         else:
-            tried, self._tried = {key: one for key, one in self._tried.items() if one.causes}, None
-            rest = _causes(recorder, noted.notes)
-            for one in tried.values():
-                rest -= one.causes
-            if rest or any(one.is_most for one in tried.values()):
+            tried, self._tried = {key: causes for key, causes in self._tried.items() if causes}, None
+            if _causes(recorder, noted.notes) - sum(tried.values(), Counter()) or self._most & tried.keys():
                 tried = {}
             # What one method keeps, the others of its object use; and a rate that changes would be another graph.
             owners = {id(owner) for owner, _ in self._of(tried)}
             owners |= {id(one.optimizer) for one, _ in self._of(tried) if isinstance(one, SCHEDULERS)}
             for owner, name in self._methods:
                 if id(owner) in owners:
-                    tried.setdefault((id(owner), name), _Tried())
+                    tried.setdefault((id(owner), name), Counter())
             self._methods = self._of(tried)
             self.found = [f"{type(owner).__name__}.{name}" for owner, name in self._methods if name not in _JOINED]
             self._gave_up = not self.found
@@ -103,7 +83,7 @@ class Methods:
         if self._methods:
             self._gave_up, self._methods, self.found = True, [], []
 
-    def _of(self, tried: dict[tuple[int, str], _Tried]) -> list[tuple[Any, str]]:
+    def _of(self, tried: dict[tuple[int, str], Counter]) -> list[tuple[Any, str]]:
         return [(owner, name) for owner, name in self._methods if (id(owner), name) in tried]
 
     def in_place(self, noted: noting | None = None) -> AbstractContextManager:
@@ -136,15 +116,14 @@ class Methods:
                 return function(*args, **kwargs)
             method, given = (types.MethodType(function, owner), args[1:]) if owner is not holder else (function, args)
             if self._tried is not None and noted is not None:
-                tried = self._tried.setdefault((id(owner), name), _Tried())
-                return self._try(tried, recorder, noted, method, given, kwargs)
+                return self._try((id(owner), name), recorder, noted, method, given, kwargs)
             return recorder.eager_part(method, given, kwargs, sys._getframe(), f"{type(owner).__name__}.{name}")
 
         setattr(call, STANDS_FOR, function)
         return call
 
     def _try(
-        self, tried: _Tried, recorder: Recorder, noted: noting, method: Callable, args: tuple, kwargs: dict
+        self, key: tuple[int, str], recorder: Recorder, noted: noting, method: Callable, args: tuple, kwargs: dict
     ) -> Any:
         before, begin = untraced(_causes, recorder, noted.notes), len(recorder.trace)
         outside, self._inside = self._inside, Counter()
@@ -152,7 +131,9 @@ class Methods:
             return method(*args, **kwargs)
         finally:
             new = untraced(_causes, recorder, noted.notes) - before
-            tried.take_in(new - self._inside, recorder.trace[begin:])
+            assert self._tried is not None, "so it is tried"
+            self._tried[key] = self._tried.get(key, Counter()) + (new - self._inside)
+            self._most |= {key} if any(step.code is None for step in recorder.trace[begin:]) else set()
             self._inside = outside + new
 
 
