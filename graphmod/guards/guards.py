@@ -388,10 +388,10 @@ class Guards:
     # -- the check -----------------------------------------------------------------------------------------------
 
     def moved(self) -> str | None:
-        """A tensor that is no longer where or what it was, in words."""
+        """A tensor that is no longer where or what it was, or has other gradient hooks, in words."""
         reason = self._watch.moved()
-        self.exchanged = self._watch.exchanged
-        return reason
+        self.exchanged = reason is not None and self._watch.exchanged
+        return reason or (self._gradient_hooks.changed() if self._leaves else None)
 
     def changed(self, gradients: bool = True) -> str | None:
         """What is no longer as it was, in words; None when nothing changed. `moved` looks at the tensors themselves.
@@ -439,7 +439,7 @@ class Guards:
             return f"{self._of_other_class()} has another class than when it was recorded"
         if gradients and self._leaves and list(map(_has_none, self._leaves)) != self._absent_gradients:
             return "other gradients are there, or absent, than when it was recorded"
-        return self._gradient_hooks.changed() if self._leaves else None
+        return None
 
     def carries_otherwise(self, leaves: Iterable[Tensor] = ()) -> str | None:
         """Which tensor whose values the next call reads is one of another form, or lies where another of the callable

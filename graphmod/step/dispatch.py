@@ -24,7 +24,7 @@ from graphmod.signature.signature import Signature, argument_paths, tensor_key
 from graphmod.step.admission import CANNOT_MOVE, CAPTURE_ANOTHER, IN_USE, UNFINISHED, affordable, choose_tape
 from graphmod.step.arena import Tape
 from graphmod.step.context import Context
-from graphmod.step.eager_parts import CutShort, RecordedParts
+from graphmod.step.eager_parts import CutShort
 from graphmod.step.entry import Entry
 from graphmod.step.graph import READS_OTHERWISE, StepGraph
 from graphmod.step.group import LOOKS
@@ -496,7 +496,7 @@ def verify(context: Context, entry: Entry, call: Call, recording: Recording) -> 
     began = time.perf_counter()
     context.ran_eagerly()
     context.counters.verified += 1
-    recorder = Recorder(call.leaves, gpu=context.group.gpu, parts=RecordedParts(call))
+    recorder = Recorder(call.leaves, gpu=context.group.gpu)
     alone(context, entry, lambda: record_operations(call, recorder, context.methods.in_place()))
     difference = recording.script.compare(recorder.trace, recorder.lifted)
     context.group.verification.took(time.perf_counter() - began)

@@ -13,6 +13,7 @@ graph and the parts have made (`EagerParts.go_on`).
 
 from __future__ import annotations
 
+import copy
 import dis
 import functools
 import io
@@ -22,9 +23,9 @@ import pickle
 import sys
 import types
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -36,19 +37,18 @@ from graphmod.errors import CaptureRefused, Diverged, EagerPartFailed
 from graphmod.errors import reason as reason_of
 from graphmod.guards.changes import what_changed
 from graphmod.guards.guards import Guards
-from graphmod.guards.hooks import HookWatch
 from graphmod.guards.notes import UNGUARDED, Notes
 from graphmod.reads.frames import noting
 from graphmod.reads.operand_stack import function_of, is_called
 from graphmod.signature.call import Call
 from graphmod.signature.flattening import PLAIN_KINDS
 from graphmod.signature.modes import FOREIGN, GRAD, INFERENCE, SETTINGS, difference, entered_again
-from graphmod.step.gradients import GradientBuffer, Left, as_memory, is_split, leave_behind, lend, memory_of, part
+from graphmod.step.gradients import GradientBuffer, Left, as_memory, is_split, leave_behind, left_behind, part
 from graphmod.step.results import PartOf
 from graphmod.torch_private import beside_dynamo, conjugated, negated, storage_uses
 from graphmod.trace import dispatch
 from graphmod.trace.dispatch import hidden
-from graphmod.trace.fast_forward import FastForward, Gave, Trail
+from graphmod.trace.fast_forward import FastForward, Trail
 from graphmod.trace.garbage import no_garbage_collection
 from graphmod.trace.generators import put_back
 from graphmod.trace.hazards import OUTSIDE, Reason
@@ -134,6 +134,16 @@ class _Form(pickle.Pickler):
             return NotImplemented
         raise CaptureRefused(f"is given one {kind.__name__} that the call makes, and that a replay would not make anew")
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether a tensor is part of another; parts get views of what they return by where these begin in a copy."""
+        return any(tensor.storage_offset() for tensor in self.tensors)
+
+    @property
+    def outline(self) -> tuple:
+        """What must be the same in each call."""
+        return self.content, [(one.size(), one.stride(), one.dtype, one.device) for one in self.tensors]
+
     def around(self, tensors: list[Tensor]) -> Any:
         """The like of the value around other tensors."""
         return _Made(self.content[0], tensors, self._old).load()
@@ -146,10 +156,6 @@ class _Made(pickle.Unpickler):
 
     def persistent_load(self, place: int) -> Any:
         return self._tensors[place] if place >= 0 else self._old[-1 - place]
-
-
-def _kind(tensor: Tensor) -> tuple:
-    return tensor.size(), tensor.stride(), tensor.dtype, tensor.device
 
 
 def _returned(value: Any) -> _Form:
@@ -166,11 +172,6 @@ def _returned(value: Any) -> _Form:
     if any(tensor.layout is not torch.strided or tensor.is_nested for tensor in form.tensors):
         raise CaptureRefused("returns a sparse or nested tensor")
     return form
-
-
-def _outline(form: _Form) -> tuple:
-    """What must be the same in each call."""
-    return form.content, [*map(_kind, form.tensors)], [tensor.storage_offset() for tensor in form.tensors]
 
 
 def _name_of(function: Callable) -> str:
@@ -202,15 +203,16 @@ class RecordedPart:
     Attributes:
         name, where: of the function, and where it is called.
         index: how many operations come before it.
-        given: the function and what it is given.
+        given: the outline of the function and what it is given.
         old: the objects in that, by identity, which were there before the call.
-        returned: what it returned, see `_outline`; None where nobody uses that.
+        returned: the outline of what it returned; None where nobody uses that.
         guards: what code after it reads, up to the next.
-        backward: whether a backward comes after it.
+        goes_on, backward: whether operations come after it, and a backward.
     """
 
     guards: Guards
     given: tuple
+    goes_on: bool
     backward: bool
 
     def __init__(self, name: str, caller: FrameType, index: int) -> None:
@@ -224,25 +226,22 @@ class RecordedPart:
         """What a later call of the function, of these arguments, is made of."""
         return _Form(given, lambda value: id(value) in self.old)
 
-    def is_given(self, form: _Form) -> bool:
-        """Whether that is the call that was recorded."""
-        return (form.content, [*map(_kind, form.tensors)]) == self.given
-
     def finish(self, notes: Notes, recorder: Recorder) -> None:
         """Makes the guards, of notes on what was read after it."""
         self.guards = Guards(notes, recorder.backward)
-        self.backward = any(step.code is None for step in recorder.trace[self.index :])
+        later = recorder.trace[self.index :]
+        self.goes_on, self.backward = bool(later), any(step.code is None for step in later)
 
     def __str__(self) -> str:
         return f"{self.name} ({self.where})"
 
 
 class RecordedParts:
-    """The eager parts of an eager call that is recorded, or verified.
+    """The eager parts of a recorded call.
 
     Args:
         call: that call.
-        noted: what notes what the call reads; None where nothing does.
+        noted: what notes what the call reads.
         draws: what it draws on the host.
         methods: has put methods in place of others.
 
@@ -250,14 +249,8 @@ class RecordedParts:
         made: the parts, in order.
     """
 
-    def __init__(
-        self,
-        call: Call,
-        noted: noting | None = None,
-        draws: HostDraws | None = None,
-        methods: AbstractContextManager | None = None,
-    ) -> None:
-        self._call, self.noted, self._draws, self._methods = call, noted, draws, methods or nullcontext()
+    def __init__(self, call: Call, noted: noting, draws: HostDraws, methods: AbstractContextManager) -> None:
+        self._call, self.noted, self._draws, self._methods = call, noted, draws, methods
         self._drawn = 0
         self._held: list[Any] = []  # so that nothing else comes to lie where these do
         self._beside = _beside()
@@ -271,17 +264,13 @@ class RecordedParts:
         caller: Any = frame.f_back
         known = RecordedPart(name or _name_of(function), caller, len(recorder.trace))
         self.made.append(known)
-        given: list[Tensor] = []
-        returned: list[Tensor] = []
         try:
             self._methods.__exit__(None, None, None)
             with hidden():
-                unfit = self._changed()
-                unfit = unfit or self._unfit(self._take_given, known, (function, args, kwargs), given)
-                run = function if self.noted is None else functools.partial(self.noted.unnoted, function)
-                result = run(*args, **kwargs)
-                if not _is_dropped(frame):
-                    unfit = unfit or self._unfit(self._take_returned, known, result, given, returned)
+                given = self._judged(recorder, known, self._take_given, (function, args, kwargs))
+                result = self.noted.unnoted(function, *args, **kwargs)
+                is_used = not _is_dropped(frame)
+                returned = self._judged(recorder, known, self._take_returned, result, given) if is_used else []
         except BaseException:
             recorder.refuse(known.name, _RAISES)
             raise
@@ -289,47 +278,45 @@ class RecordedParts:
             self._methods.__enter__()
         self._held += [result, *given]
         recorder.after_part(returned, given)
-        self._drawn = 0 if self._draws is None else len(self._draws)
-        if unfit is not None:
-            recorder.refuse(known.name, Reason(f"is an eager part that {unfit}", OUTSIDE))
+        self._drawn = len(self._draws)
         return result
 
-    def _changed(self) -> str | None:
-        """What code before a part has changed, which that would not find so in a replay."""
-        if _beside() != self._beside:
-            return "is called where output, warnings or the working directory are redirected, as they are in no replay"
-        changed = None if self.noted is None else what_changed(self.noted.notes)
-        return changed and f"comes after code that {changed}"
-
-    def _unfit(self, take: Callable, *given: Any) -> str | None:
-        """Why what a part is given, or gives, cannot be had in a replay."""
+    def _judged(self, recorder: Recorder, known: RecordedPart, take: Callable, *given: Any) -> list[Tensor]:
+        """The tensors in what a part is given, or gives, if a replay can have that."""
         try:
-            take(*given)
+            return take(known, *given)
         except CaptureRefused as refusal:
-            return str(refusal)
-        return None
+            recorder.refuse(known.name, Reason(f"is an eager part that {refusal}", OUTSIDE))
+            return []
 
-    def _take_given(self, known: RecordedPart, value: tuple, given: list[Tensor]) -> None:
+    def _take_given(self, known: RecordedPart, value: tuple) -> list[Tensor]:
+        if _beside() != self._beside:
+            raise CaptureRefused(
+                "is called where output, warnings or the working directory are redirected, as they are in no replay"
+            )
+        changed = what_changed(self.noted.notes)
+        if changed is not None:  # and a replay would not
+            raise CaptureRefused(f"comes after code that {changed}")
         form = _Form(value, functools.partial(self._is_old, known))
-        known.given = form.content, [*map(_kind, form.tensors)]
-        given += [tensor.detach() for tensor in form.tensors]  # and not itself: autograd counts who holds gradients
+        known.given = form.outline
+        return [tensor.detach() for tensor in form.tensors]  # and not itself: autograd counts who holds gradients
 
-    def _take_returned(self, known: RecordedPart, result: Any, given: list[Tensor], returned: list[Tensor]) -> None:
+    def _take_returned(self, known: RecordedPart, result: Any, given: list[Tensor]) -> list[Tensor]:
         form = _returned(result)
-        known.returned = _outline(form)
-        returned += form.tensors
+        known.returned = form.outline
         there = {address(tensor) for tensor in given} - {0}
         own = torch.empty(1)
         uses = storage_uses(own.untyped_storage()._cdata)
-        for tensor in returned:
-            old = self.noted is not None and self.noted.is_old(tensor)
-            if old or address(tensor) in there or storage_uses(tensor.untyped_storage()._cdata) > uses:
+        for tensor in form.tensors:
+            shared = address(tensor) in there or storage_uses(tensor.untyped_storage()._cdata) > uses
+            if shared or self.noted.is_old(tensor):
                 raise CaptureRefused("returns a tensor whose memory others have as well; return a copy")
-            if tensor.storage_offset():  # parts get views by where they begin in a copy of it
-                raise CaptureRefused("returns part of another tensor; return a copy")
+        if form.has_parts:
+            raise CaptureRefused("returns part of another tensor; return a copy")
+        return form.tensors
 
     def _is_old(self, known: RecordedPart, value: Any) -> bool:
-        if self.noted is None or not self.noted.is_old(value):
+        if not self.noted.is_old(value):
             return False
         if id(value) in self._call.flat.seen:
             raise CaptureRefused(f"is given one {type(value).__name__} that is an argument of the captured call")
@@ -344,7 +331,6 @@ class RecordedParts:
         """
         if not self.made:
             return None
-        assert self.noted is not None, "only recorded calls are judged"
         for known, notes in zip(self.made, self.noted.later, strict=True):
             known.finish(notes, recorder)
         late = None if recorder.script is None else next(iter(recorder.script.late.values()), None)
@@ -362,7 +348,7 @@ class RecordedParts:
             )
         if recorder.collectives:
             return "communicates with other processes, and has an eager part, which no replay of theirs waits for"
-        if self._draws is not None and len(self._draws) > self._drawn:
+        if len(self._draws) > self._drawn:
             return "draws random numbers on the host after an eager part, which may draw, too; draw them before it"
         return None
 
@@ -381,6 +367,7 @@ class CutShort(Exception):
         self.parts, self.reason = parts, reason
 
 
+@dataclass
 class _Loan:
     """Memory of the graph's, of which eager code has a copy in each call. What that writes there, whenever it does, is
     brought back after each part.
@@ -390,62 +377,34 @@ class _Loan:
         lent: what eager code has in the call under way.
     """
 
-    __slots__ = ("lent", "memory")
-
-    def __init__(self, memory: Tensor) -> None:
-        self.memory = memory
-        self.lent: Tensor | None = None
-
-    def storage(self) -> torch.UntypedStorage:
-        """What eager code has, from now on."""
-        if self.lent is None:
-            self.lent = self.memory.clone()
-        return self.lent.untyped_storage()
-
-    def bring_back(self) -> None:
-        """Copies what eager code has to where the graph reads it."""
-        if self.lent is not None:
-            self.memory.copy_(self.lent)
+    memory: Tensor
+    lent: Tensor | None = None
 
 
 class _Own:
-    """A tensor of the graph's, as parts have it: over the copy of its memory.
+    """A tensor of the graph's, as parts have it: over the copy of its memory. It is called as what else gives a part a
+    tensor.
 
     Attributes:
-        loan: that memory.
-        made: the tensor of the call under way.
+        memory: the tensor.
+        loan: the memory in which it lies.
+        made: what eager code has in its place in the call under way.
     """
 
     def __init__(self, loan: _Loan, like: Tensor) -> None:
         self.loan, self.memory = loan, like.detach()
         self.made: Tensor | None = None
 
-    def of_now(self) -> Tensor:
-        """The tensor in the call under way, which may begin with it."""
+    def __call__(self, _: list[Tensor]) -> Tensor:
         if self.made is None:
-            like = self.memory
+            like, loan = self.memory, self.loan
             with torch.inference_mode(like.is_inference()), torch.no_grad():
+                loan.lent = loan.memory.clone() if loan.lent is None else loan.lent
                 made = torch.empty(0, dtype=like.dtype, device=like.device)
-                made.set_(self.loan.storage(), like.storage_offset(), like.size(), like.stride())
+                made.set_(loan.lent.untyped_storage(), like.storage_offset(), like.size(), like.stride())
                 made = conjugated(made) if like.is_conj() else made
                 self.made = negated(made) if like.is_neg() else made
         return self.made
-
-    def forget(self) -> None:
-        """Ends the call under way."""
-        self.made = self.loan.lent = None
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """All memory of its storage."""
-    with torch.inference_mode(False):
-        return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-
-
-def _gradient_of(parameter: Tensor, part_of: PartOf | None) -> Tensor:
-    grad = parameter.grad
-    assert grad is not None, "it was lent to the part"
-    return grad if part_of is None else part_of.of(grad)
 
 
 class EagerPart:
@@ -453,79 +412,60 @@ class EagerPart:
 
     Attributes:
         known: what the recorded call showed.
-        sources: of the tensors that it is given; see `tensor`.
-        gradients: the gradients that the code before it left behind, for whoever looks at them.
-        results: the tensors in that, as the graph has them.
+        form: what it is given, but for the tensors.
+        sources: what gives these, in a call with some tensor arguments; an `_Own` where the graph makes it.
+        modes: in which it is called; modes_after: in which it left last.
+        gradients: those that the code before it left behind, for whoever looks at them.
+        grads_at: where the gradients were after it, in the call that was captured; 0 where there were none.
+        results: the tensors that it returned, as the graph has them.
         inputs: those of the graph that it reads between it and the next part.
         outcome: what it returned last, as it is, and the error that it raised.
-        wrote: what it changed in place, of what `run` was given, by identity.
-        modes_after: in which it left last.
+        wrote: what it changed in place, of what a backward after it may need, by identity.
 
     Args:
-        form: what it is given.
-        modes: in which it is called; others: whether the captured call is in other ones.
+        guards: of the whole call.
+        owned: see `EagerParts`.
     """
 
-    def __init__(self, known: RecordedPart, form: _Form, sources: list[Any], modes: tuple, others: bool) -> None:
-        self.known, self.form, self.sources = known, form, sources
-        self._modes, self.enters, self.modes_after = modes, others, modes
-        self._goes_on = True  # whether operations follow
+    def __init__(
+        self,
+        known: RecordedPart,
+        form: _Form,
+        sources: list[Callable[[list[Tensor]], Tensor]],
+        modes: tuple,
+        guards: Guards,
+        owned: list[Tensor],
+        inputs: list[tuple[int, Any]],
+    ) -> None:
+        self.known, self.form, self.sources, self.modes, self.inputs = known, form, sources, modes, inputs
+        self.modes_after = modes
         self.gradients: list[tuple[Tensor, Left]] = []
+        self.grads_at: list[int] = []
         self.results: list[_Own] = []
-        self.inputs: list[tuple[int, Any]] = []
         self.outcome: tuple[Any, Exception | None] = None, None
         self.wrote: dict[int, Tensor | _Own] = {}
-        self._writes: set[int] | None = None  # in the call that was captured
-        self._tensors: list[Tensor] = []
-        self._addresses: list[int] = []
-        self._owned: list[Tensor] = []
-        self._grads: list[int] = []
-        self._differentiated: list[Tensor] = []  # that a backward after it may reach
-        self._require: list[bool] = []
-        self._looked_at: list[Tensor] = []
+        self._guards, self._owned = guards, owned
+        self._writes: set[int] = set()
         self._absent: list[bool] = []
-        self._hooks = HookWatch([])
-
-    def run(self, leaves: list[Tensor], watched: Callable[[], list], group: Any, copies: bool) -> None:
-        """Makes the call, of which `outcome` tells then.
-
-        Args:
-            leaves: the tensor arguments of the captured call.
-            watched: gives what may be changed in place, once the part has what it is given.
-        """
-        leave_behind(self.gradients, copies)
-        made = [self.tensor(source, leaves) for source in self.sources]
-        function, args, kwargs = self.form.around(made)
-        may_change = watched() if self.known.backward else []
-        tensors = [one.made if isinstance(one, _Own) else one for one in may_change]
-        before = list(map(_version, tensors))
-        with _in_modes(self._modes if self.enters else None, group.backend.device_type):
-            try:
-                self.outcome = function(*args, **kwargs), None
-            except Exception as error:  # under no other name here, whose frame it leads to
-                let_through(error)
-                self.outcome = None, error
-            self.modes_after = group.modes()
-        now = list(map(_version, tensors))
-        changed = () if now == before else zip(may_change, before, now, strict=True)
-        self.wrote = {id(one): one for one, was, is_now in changed if was != is_now}
-        self._writes = set(self.wrote) if self._writes is None else self._writes
+        self._read: list[Tensor] = []
+        self._read_at: list[int] = []
 
     @property
     def own(self) -> list[_Own]:
         """The tensors of the graph that it is given."""
         return [source for source in self.sources if isinstance(source, _Own)]
 
-    def tensor(self, source: Any, leaves: list[Tensor]) -> Tensor:
-        """A tensor that it is given: an argument of the call (by its index), a part of one, one that the graph made, or
-        one that is there, or is made by a call."""
-        if isinstance(source, int):
-            return leaves[source]
-        if isinstance(source, PartOf):
-            return source.of(leaves[source.index])
-        if isinstance(source, _Own):
-            return source.of_now()
-        return source() if callable(source) else source
+    def learn(self) -> None:
+        """Takes what it did to gradients and tensors, in the call that is captured, for what it does."""
+        self._writes = set(self.wrote)
+        self.grads_at = list(map(_grad_at, self._owned))
+        self._absent = [not where for where in self.grads_at]
+
+    def watch(self, reads: set[int]) -> None:
+        """Takes in the addresses that the graph reads between it and the next part."""
+        self.inputs = [(index, buffer) for index, buffer in self.inputs if address(buffer.tensor) in reads]
+        found = [(parameter, at) for parameter, at in zip(self._owned, self.grads_at, strict=True) if at in reads]
+        self._read, self._read_at = [parameter for parameter, _ in found], [at for _, at in found]
 
     def take(self) -> _Form | None:
         """Copies what it returned to where the graph reads it; returns what that is made of, if code uses it.
@@ -539,7 +479,7 @@ class EagerPart:
         if self.known.returned is None:
             return None
         returned = _returned(self.outcome[0])
-        if _outline(returned) != self.known.returned:
+        if returned.outline != self.known.returned or returned.has_parts:
             raise CaptureRefused(f"{self.known} returns other values, or tensors of other kinds, than before")
         if not self.results:
             with torch.inference_mode(False), torch.no_grad():
@@ -548,84 +488,46 @@ class EagerPart:
             own.made = own.loan.lent = tensor
         return returned
 
-    def watch(
-        self, owned: list[Tensor], tensors: list[Tensor], inputs: list[Any], seen: Recorder, reads: set[int], end: int
-    ) -> None:
-        """Begins to compare what the graph reads after it with what it is now.
-
-        Args:
-            owned: leaf tensors of which it may look at gradients.
-            tensors: those of the callable; inputs: see `StaticInput`.
-            seen: the record of the capture.
-            reads: the addresses that it reads up to the next part; end: how many operations come before that.
-        """
-        backward = any(step.code is None for step in seen.trace[self.known.index : end])
-        self._goes_on = len(seen.trace) > self.known.index
-        self.inputs = [(i, one.buffer) for i, one in enumerate(inputs) if one.buffer and address(one.tensor) in reads]
-        self._tensors = [tensor for tensor in tensors if address(tensor) in reads]
-        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
-        at = dict(zip(map(id, owned), self._grads, strict=True))
-        self._owned = [p for p in owned if (backward if not at[id(p)] else at[id(p)] in reads)]
-        self._grads = [at[id(p)] for p in self._owned]
-        self._differentiated = owned if self.known.backward else []
-        self._require = list(map(_requires_grad, self._differentiated))
-        self._hooks = HookWatch(self._differentiated)
-
-    def note_gradients(self, owned: list[Tensor]) -> None:
-        """Notes where gradients are, right after it was made, and which are absent: code after it may look at them
-        without an operation."""
-        self._grads = list(map(_grad_at, owned))
-        self._looked_at = list({id(p): p for p in (*owned, *self.known.guards.parameters())}.values())
-        self._absent = [p.grad is None for p in self._looked_at]
-
     def _changed(self) -> str | None:
-        """What code after it would find otherwise than in the recorded call, in words."""
-        guards = self.known.guards
-        reason = guards.moved() or guards.changed(gradients=False)
-        if reason is None and self._goes_on and self.modes_after != self._modes:
-            reason = f"a mode of PyTorch ({difference(self._modes, self.modes_after)[0]})"
-        if reason is None and self._writes is not None and self.wrote.keys() - self._writes:
-            reason = "a tensor is changed in place that was not so before, and that a backward after it may need"
-        if reason is None and [tensor.data_ptr() for tensor in self._tensors] != self._addresses:
-            reason = "a tensor has moved to another address"
-        if reason is None and [p.grad is None for p in self._looked_at] != self._absent:
-            reason = "other gradients are there, or absent"
-        if reason is None and self._owned and list(map(_grad_at, self._owned)) != self._grads:
-            reason = "other gradients are there, or absent"
-        if reason is None and list(map(_requires_grad, self._differentiated)) != self._require:
-            reason = "requires_grad of a parameter"
-        return reason or self._hooks.changed()
+        """What code after it would find otherwise than in the call that was captured, in words."""
+        reason = self._guards.moved() or self.known.guards.changed(gradients=False)
+        if reason is not None:
+            return reason
+        if self.known.goes_on and self.modes_after != self.modes:
+            return f"a mode of PyTorch ({difference(self.modes, self.modes_after)[0]})"
+        if self.wrote.keys() - self._writes:
+            return "a tensor is changed in place that was not so before, and that a backward after it may need"
+        if [p.grad is None for p in self._owned] != self._absent or list(map(_grad_at, self._read)) != self._read_at:
+            return "other gradients are there, or absent"
+        return None
 
 
-_requires_grad, _version = operator.attrgetter("requires_grad"), operator.attrgetter("_version")
+_version = operator.attrgetter("_version")
+
+
+def _now(one: Any) -> Any:
+    """A tensor, or what eager code has in its place in the call under way."""
+    return one.made if isinstance(one, _Own) else one
 
 
 def _grad_at(parameter: Tensor) -> int:
     return 0 if parameter.grad is None else address(part(parameter.grad))
 
 
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_STATE = ("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+_state_of = operator.attrgetter(*_STATE)
 
 
-def _state_of(parameter: Tensor) -> tuple:
-    """Where the gradient of a parameter is, whether it requires one, and copies of what holds its hooks."""
-    hooks = [found and OrderedDict(found) for found in (getattr(parameter, name) for name in _HOOKS)]
-    return _grad_at(parameter), parameter.requires_grad, *hooks
-
-
-def _give(parameter: Tensor, grad: Tensor | None, requires_grad: bool, *hooks: Any) -> None:
-    parameter.requires_grad_(requires_grad)
-    if parameter.grad is not grad:
-        parameter.grad = grad
-    for name, held in zip(_HOOKS, hooks, strict=True):
+def _give(parameter: Tensor, state: Iterable[Any]) -> None:
+    for name, held in zip(_STATE, state, strict=True):
         if getattr(parameter, name) is not held:
             setattr(parameter, name, held)
 
 
-def _in_modes(modes: tuple | None, device_type: str) -> ExitStack:
-    """Enters modes, if there are any to be entered."""
+def _in_modes(modes: tuple, others: tuple, device_type: str) -> ExitStack:
+    """Enters modes, if they are not those of now."""
     stack = ExitStack()
-    if modes is not None:
+    if modes != others:
         stack.enter_context(entered_again(modes, device_type))
         stack.enter_context(torch.inference_mode(modes[INFERENCE]))
         stack.enter_context(torch.set_grad_enabled(modes[GRAD]))
@@ -638,45 +540,53 @@ class EagerParts:
     Args:
         graph: the `StepGraph`.
         call: that is captured; given: the static tensors in the place of its arguments.
-        owned: the leaf tensors that may collect gradients, and that have some, or None, before the call.
+        owned: the leaf tensors that may collect gradients.
+        memory, ends, methods: what is in place of gradients, parameters and methods while it captures.
 
     Attributes:
         graph, made: the graph, and its parts in order.
-        began: whether one was called in the replay, or capture, under way, which is not over.
-        since: the gradients after the last one.
     """
 
-    def __init__(self, graph: Any, call: Call, given: list[Tensor], owned: list[Tensor]) -> None:
+    def __init__(
+        self,
+        graph: Any,
+        call: Call,
+        given: list[Tensor],
+        owned: list[Tensor],
+        memory: as_memory,
+        ends: Any,
+        methods: AbstractContextManager,
+    ) -> None:
         self.graph, self._call, self._given, self._owned = graph, call, given, owned
+        self._memory, self._ends, self._methods = memory, ends, methods
         self.made: list[EagerPart] = []
-        self.began = False
-        self._reads: list[set[int]] = []  # the addresses read before each part, since the part before
         self._trail = Trail()
         self._loans: dict[int, _Loan] = {}
         self._own: dict[int, tuple[Tensor, _Own]] = {}  # by identity of the tensors that the captured call has
         self._lent: list[_Own] = []
-        self.since: list[Tensor | None] = []
-        self._then = [_state_of(parameter) for parameter in owned]
+        self._since = [parameter.grad for parameter in owned]  # those after the last part
+        self._grads_at = list(map(_grad_at, owned))  # to begin with
+        self._then = [[*map(copy.copy, _state_of(parameter))] for parameter in owned]
         self._may_change = [tensor for tensor in graph.recording.guards.tensors if not tensor.is_inference()]
         self._segments: list[Callable[[], None]] = []
-        self._begin()
+        self.begin()
 
-    def _begin(self) -> None:
+    @property
+    def began(self) -> bool:
+        """Whether one was called in the replay, or capture, under way."""
+        return self._done > 0
+
+    def begin(self) -> None:
         """A call begins, or has ended: what its parts were given is theirs."""
-        self.began, self._done = False, 0
+        self._done = 0
         self._host = self.graph.recording.host_draws.states()
         self._put_back: Callable[[], None] | None = None
         for made in self.made:
             made.outcome = None, None
         for own in self._lent:
-            own.forget()
+            own.made = None
         for loan in self._loans.values():
             loan.lent = None
-
-    def within(self, ends: Any, memory: as_memory, methods: AbstractContextManager) -> None:
-        """Takes in what the capture has put in place of parameters, gradients and methods."""
-        self._ends, self._memory, self._methods = ends, memory, methods
-        self.since = [parameter.grad for parameter in self._owned]
 
     # -- the capture ---------------------------------------------------------------------------------------------
 
@@ -694,23 +604,24 @@ class EagerParts:
                 raise
             recorder.graph.pause()
             self._trail.hold()
-            self._leave_behind(recorder, made)
-            self._show()
+            self._memory.__exit__()
+            made.gradients = left_behind(self._owned, self._since, recorder.made, self.graph.entry)
+            self._ends.stand_back()
+            self._methods.__exit__(None, None, None)
             try:
                 self._run(made, self._call.leaves)
-                self._put_back = self._present()
-                made.note_gradients(self._owned)
-                buffers = [(i, one.buffer) for i, one in enumerate(self.graph.inputs) if one.buffer]
-                returned = self._take(made, self._call.leaves, buffers)
+                self._since, self._put_back = [parameter.grad for parameter in self._owned], self._present()
+                made.learn()
+                returned = self._take(made, self._call.leaves)
             except CutShort as cut:
                 raise Unwinding(cut) from None
         tensors = [own.memory for own in made.results]
         self._own.update((id(tensor), (tensor, own)) for tensor, own in zip(tensors, made.results, strict=True))
         self._loans.update((address(own.memory), own.loan) for own in made.results)
         increment_version([tensor for tensor, own in self._own.values() if id(own) in made.wrote])
-        self._hide()
-        self.since = [parameter.grad for parameter in self._owned]
-        self._reads.append(recorder.read_since)
+        self._methods.__enter__()
+        self._ends.stand_in()
+        self._memory.__enter__()
         recorder.after_part(tensors, [own.memory for own in made.own])
         with hidden():
             recorder.graph.resume(self._trail.held)
@@ -722,53 +633,53 @@ class EagerParts:
         Raises:
             CaptureRefused: it had not, or it is given what no replay could give it.
         """
-        recording, entry = self.graph.recording, self.graph.entry
-        number = len(self.made)
+        recording, entry, number = self.graph.recording, self.graph.entry, len(self.made)
         known = recording.parts[number] if number < len(recording.parts) else None
         if known is None or known.index != len(recorder.trace):
             raise Diverged("calls another eager part than the call before")
         form = known.form_of((function, args, kwargs))
-        if not known.is_given(form):
+        if form.outline != known.given:
             raise Diverged(f"calls the eager part {known} with other values than the call before")
         modes = self.graph.context.group.modes()
-        before = entry.signature.modes
-        if modes[FOREIGN] is not None or modes[SETTINGS] != before[SETTINGS]:
+        if modes[FOREIGN] is not None or modes[SETTINGS] != entry.signature.modes[SETTINGS]:
             raise CaptureRefused(f"calls the eager part {known} under a mode that no replay could enter")
         if entry.copies_out:
             raise CaptureRefused(f"has the eager part {known}, and results of it are held that cannot be moved")
-        made = EagerPart(known, form, self._sources(known, recorder, form.tensors), modes, modes != before)
+        sources, inputs = self._sources(known, recorder, form.tensors), enumerate(self.graph.inputs)
         form.tensors = []
-        self.made.append(made)
-        return made
+        if self.made:
+            self.made[-1].watch(recorder.read_since)
+        buffers = [(index, one.buffer) for index, one in inputs if one.buffer is not None]
+        self.made.append(EagerPart(known, form, sources, modes, recording.guards, self._owned, buffers))
+        return self.made[-1]
 
-    def _sources(self, known: RecordedPart, recorder: Follower, tensors: list[Tensor]) -> list[Any]:
+    def _sources(self, known: RecordedPart, recorder: Follower, tensors: list[Tensor]) -> list[Callable]:
         places = {id(static): index for index, static in enumerate(self._given)}
         at = {address(static): index for index, static in enumerate(self._given) if address(static)}
         stood_in = {id(view): view._base for view in self.graph.stand_ins.values() if view._base is not None}
         guards = self.graph.recording.guards
         held = {*map(id, guards.tensors), *map(id, self._owned)}
-        left = [(p, p.grad) for p in self._owned if p.grad is not None and not is_split(p.grad)]
-        grads = {address(grad): (parameter, grad) for parameter, grad in left}
-        found: list[Any] = []
+        grads = {_grad_at(p): p for p in self._owned if p.grad is not None and not is_split(p.grad)}
+        found: list[Callable] = []
         for tensor in tensors:
             tensor = stood_in.get(id(tensor), tensor)
             where = address(tensor)
             if id(tensor) in places:
-                found.append(places[id(tensor)])
+                found.append(operator.itemgetter(places[id(tensor)]))
             elif id(tensor) in held:
-                found.append(tensor)
+                found.append(lambda _, tensor=tensor: tensor)
             elif tensor.requires_grad:
                 raise CaptureRefused(f"gives the eager part {known} a tensor that requires grad; pass it detached")
             elif where in grads:
-                parameter, grad = grads[where]
-                part_of = None if tensor is grad else PartOf(0, grad, tensor, argument=True)
-                found.append(functools.partial(_gradient_of, parameter, part_of))
+                found.append(_gradient(grads[where], tensor))
             elif where in at:
-                found.append(PartOf(at[where], self._given[at[where]], tensor, argument=True))
+                part_of = PartOf(at[where], self._given[at[where]], tensor, argument=True)
+                found.append(lambda leaves, part_of=part_of: part_of.of(leaves[part_of.index]))
             elif recorder.made(where) or where in recorder.kept_at:
-                found.append(self._own_of(tensor))
+                self._own.setdefault(id(tensor), (tensor, self._own_of(tensor)))
+                found.append(self._own[id(tensor)][1])
             elif where in recorder.outside or any(address(one) == where for one in guards.tensors):
-                found.append(tensor.detach)
+                found.append(lambda _, tensor=tensor: tensor.detach())
             else:
                 raise CaptureRefused(
                     f"gives the eager part {known} a tensor that was found neither among its arguments nor in an "
@@ -777,34 +688,42 @@ class EagerParts:
         return found
 
     def _own_of(self, tensor: Tensor) -> _Own:
-        if id(tensor) not in self._own:
-            self._own[id(tensor)] = tensor, _Own(self._loan(tensor), tensor)
-        return self._own[id(tensor)][1]
-
-    def _loan(self, tensor: Tensor) -> _Loan:
         where = address(tensor)
         if where not in self._loans:
-            self._loans[where] = _Loan(_bytes_of(tensor))
-        return self._loans[where]
+            with torch.inference_mode(False):
+                memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+            self._loans[where] = _Loan(memory)
+        return _Own(self._loans[where], tensor)
 
     def _run(self, made: EagerPart, leaves: list[Tensor]) -> None:
-        graph, context = self.graph, self.graph.context
-        context.counters.eager_parts += 1
-        self.began = True
-        made.run(leaves, self._watched, context.group, graph.entry.copies_out)
+        """Makes the call of a part, of which `outcome` tells then."""
+        graph, group = self.graph, self.graph.context.group
+        graph.context.counters.eager_parts += 1
         self._done += 1
+        leave_behind(made.gradients, graph.entry.copies_out)
+        function, args, kwargs = made.form.around([source(leaves) for source in made.sources])
+        may_change = self._watched() if made.known.backward else []
+        tensors = list(map(_now, may_change))
+        before = list(map(_version, tensors))
+        with _in_modes(made.modes, graph.entry.signature.modes, group.backend.device_type):
+            try:
+                made.outcome = function(*args, **kwargs), None
+            except Exception as error:  # under no other name here, whose frame it leads to
+                let_through(error)
+                made.outcome = None, error
+            made.modes_after = group.modes()
+        now = list(map(_version, tensors))
+        changed = () if now == before else zip(may_change, before, now, strict=True)
+        made.wrote = {id(one): one for one, was, is_now in changed if was != is_now}
 
     def _watched(self) -> list[Tensor | _Own]:
         """What a part may change in place and a backward may need."""
-        owns = [own for made in self.made[: self._done + 1] for own in made.own]
-        owns += [own for made in self.made[: self._done] for own in made.results]
+        owns = [own for made in self.made[: self._done] for own in made.own]
+        owns += [own for made in self.made[: self._done - 1] for own in made.results]
         return [*self._may_change, *(own for own in owns if not own.memory.is_inference())]
 
-    def _take(self, made: EagerPart, leaves: list[Tensor], inputs: list[tuple[int, Any]]) -> _Form | None:
+    def _take(self, made: EagerPart, leaves: list[Tensor]) -> _Form | None:
         """Has the graph find what a part returned, and what it wrote; see `EagerPart.take`.
-
-        Args:
-            inputs: those of the graph that it is going to read, and that have a buffer.
 
         Raises:
             CutShort: the part raised an error, or the graph cannot go on after it.
@@ -817,41 +736,11 @@ class EagerParts:
             raise CutShort(self, refusal) from None
         with torch.inference_mode(False), torch.no_grad():
             for loan in self._loans.values():
-                loan.bring_back()
-        for index, buffer in inputs:
+                if loan.lent is not None:
+                    loan.memory.copy_(loan.lent)
+        for index, buffer in made.inputs:
             buffer.load(leaves[index], self.graph.tape.arena.passes, self.graph.context)
         return returned
-
-    def _leave_behind(self, recorder: Follower, made: EagerPart) -> None:
-        """Lends a part the gradients that code before it has left in memory of the graph."""
-        for parameter, before in zip(self._owned, self.since, strict=True):
-            grad = parameter.grad
-            if grad is not before:
-                lent = None if grad is None else lend(parameter, grad, recorder.made, self.graph.entry)
-                made.gradients.append((parameter, lent))
-
-    def _show(self) -> None:
-        """Puts parameters and gradients where eager code finds them."""
-        self.show_gradients()
-        self._memory.__exit__()
-        self._ends.stand_back()
-        self._methods.__exit__(None, None, None)
-
-    def _hide(self) -> None:
-        """Undoes `_show`, but for gradients that were set or let go meanwhile."""
-        self._methods.__enter__()
-        self._ends.stand_in()
-        for parameter in self._owned:
-            memory = memory_of(parameter.grad)
-            if memory is not parameter.grad:
-                parameter.grad = memory
-
-    def show_gradients(self) -> None:
-        """Lets users have those gradients that lie in memory of the graph."""
-        for made in self.made:
-            for parameter, left in made.gradients:
-                if isinstance(left, GradientBuffer) and parameter.grad is left.memory:
-                    parameter.grad = left.tensor
 
     def cut_short(self, error: BaseException) -> None:
         """The capture failed after a part was called.
@@ -865,18 +754,14 @@ class EagerParts:
             let_through(error)
             raise CutShort(self, error) from error
 
-    def finish(self, captured: Any) -> None:
-        """Takes in the capture."""
-        seen, recording = captured.seen, self.graph.recording
+    def finish(self, captured: Any) -> list[Tensor | None]:
+        """Takes in the capture; returns the gradients after the last part, which nobody is to hold later."""
         self._segments = captured.segments
-        bounds = [made.known.index for made in self.made[1:]] + [len(seen.trace)]
-        reads = [*self._reads[1:], seen.read_since]
-        for made, end, read in zip(self.made, bounds, reads, strict=True):
-            made.watch(self._owned, recording.guards.tensors, self.graph.inputs, seen, read, end)
-        self._lent = [own for _, own in self._own.values()]
-        self._own = {}
-        self._begin()
-        self.began = True  # up to the last launch
+        self.made[-1].watch(captured.seen.read_since)
+        self._lent, self._own = [own for _, own in self._own.values()], {}
+        self.begin()
+        since, self._since = self._since, []
+        return since
 
     @property
     def lent(self) -> list[tuple[Tensor, Left]]:
@@ -889,7 +774,6 @@ class EagerParts:
         """Launches what comes after the last part, for the call that was captured."""
         if self.graph.context.group.backend.on_gpu:  # the emulator has run it
             self._segments[-1]()
-        self.began = False
 
     def replay(self, leaves: list[Tensor]) -> None:
         """Replays, with the parts in between.
@@ -897,16 +781,15 @@ class EagerParts:
         Raises:
             CutShort: after one of them.
         """
-        self._begin()
+        self.begin()
         for launch, made in zip(self._segments, self.made, strict=False):
             launch()
             if not self.began:
-                self.began = True
                 self.graph.recording.host_draws.advance()
             self._run(made, leaves)
-            self._take(made, leaves, made.inputs)
+            self._take(made, leaves)
         self._segments[-1]()
-        self._begin()
+        self.begin()
 
     # -- the rest of a call that was cut short ---------------------------------------------------------------------
 
@@ -914,15 +797,23 @@ class EagerParts:
         """Returns what brings back what code finds now, beside the values of tensors."""
         recording = self.graph.recording
         places, host = recording.guards.keep(), recording.host_draws.states()
-        now = [(p.grad, p.requires_grad, *(getattr(p, name) for name in _HOOKS)) for p in self._owned]
+        now = [(parameter.grad, _state_of(parameter)) for parameter in self._owned]
 
         def bring_back() -> None:
             places()
             put_back(host)
-            for parameter, state in zip(self._owned, now, strict=True):
-                _give(parameter, *state)
+            for parameter, (grad, state) in zip(self._owned, now, strict=True):
+                _give(parameter, state)
+                if parameter.grad is not grad:
+                    parameter.grad = grad
 
         return bring_back
+
+    def _as_then(self, fast: FastForward, grads_at: list[int]) -> None:
+        """Gives parameters gradients, or none, as they had them in the call that was captured."""
+        for parameter, where in zip(self._owned, grads_at, strict=True):
+            if _grad_at(parameter) != where:  # no other name for what is put there, which nobody may hold later
+                parameter.grad = fast.wrong(torch.empty_like(parameter)) if where else None
 
     def go_on(self, call: Call) -> Any:
         """Makes the rest of a call, after the last part that was made: its Python runs from the beginning, and finds
@@ -936,16 +827,17 @@ class EagerParts:
             if isinstance(left, GradientBuffer):
                 left.evacuate(for_another=True)  # the graph may not know of it
         bring_back = self._put_back or self._present()
-        numbers, given = iter(range(self._done)), {}
-        modes = None if group.modes() == graph.entry.signature.modes else graph.entry.signature.modes
+        made_before = iter(self.made)
 
         def part_again(function: Callable, args: tuple, kwargs: dict) -> Any:
-            made = self.made[next(numbers)]
+            made = next(made_before)
             with hidden():
                 form = made.known.form_of((function, args, kwargs))
                 if form.content != made.form.content or made.known.index != len(fast.trace):
                     fast.give_up(Diverged("it calls another eager part than before"))
-                given.update(zip(map(id, made.sources), form.tensors, strict=True))
+                for source, tensor in zip(made.sources, form.tensors, strict=True):
+                    if isinstance(source, _Own):
+                        source.made = tensor
                 if made is last:
                     methods.__exit__(None, None, None)
                     bring_back()
@@ -953,8 +845,7 @@ class EagerParts:
                     if group.modes() != last.modes_after:
                         fast.give_up(CaptureRefused("it has changed a mode of PyTorch that is entered around it"))
                 # Once more, since what autograd has saved of these was saved after the part, and not before it.
-                written = [(one, one.made if isinstance(one, _Own) else one) for one in made.wrote.values()]
-                increment_version([given.get(id(one), tensor) for one, tensor in written])
+                increment_version(list(map(_now, made.wrote.values())))
             if made is last:
                 fast.arrive()
             if made.outcome[1] is not None:
@@ -965,15 +856,14 @@ class EagerParts:
         methods = graph.context.methods.in_place()
         entered = ExitStack()
         try:
-            entered.enter_context(_in_modes(modes, group.backend.device_type))
+            entered.enter_context(_in_modes(graph.entry.signature.modes, group.modes(), group.backend.device_type))
             guards = graph.recording.guards
             if guards.changed(gradients=False) is not None:
                 guards.restore()
             put_back(self._host)
-            for parameter, (where, *rest) in zip(self._owned, self._then, strict=True):
-                if _grad_at(parameter) != where:  # no other name for what is put there, which nobody may hold later
-                    parameter.grad = fast.wrong(torch.empty_like(parameter)) if where else None
-                _give(parameter, parameter.grad, *rest)
+            self._as_then(fast, self._grads_at)
+            for parameter, state in zip(self._owned, self._then, strict=True):
+                _give(parameter, state)
             unthreaded = torch.autograd.set_multithreading_enabled(False)
             result = within(no_garbage_collection(), unthreaded, methods, fast, call=call)
             if not fast.arrived:
@@ -991,8 +881,15 @@ class EagerParts:
             if not fast.arrived:
                 entered.close()
                 bring_back()
-            self._begin()
+            self.begin()
 
-    def _lend(self, gave: Gave, memory: Tensor) -> Tensor:
-        with torch.no_grad():
-            return gave.over(self._loan(memory).storage())
+    def _lend(self, memory: Tensor) -> Tensor:
+        return self._own_of(memory)([])
+
+
+def _gradient(parameter: Any, tensor: Tensor) -> Callable[[list[Tensor]], Tensor]:
+    """Gives the gradient of a parameter, or the part of it that `tensor` is."""
+    if tensor is parameter.grad:
+        return lambda _: parameter.grad
+    part_of = PartOf(0, parameter.grad, tensor, argument=True)
+    return lambda _: part_of.of(parameter.grad)

@@ -147,25 +147,52 @@ def memory_of(grad: Tensor | None) -> Tensor | None:
     return buffer.memory if buffer is not None and buffer.tensor is grad else grad
 
 
+def _lent_over(memory: Tensor | None) -> Tensor | None:
+    """What users have in the place of such memory."""
+    buffer = None if memory is None or memory.layout is not torch.strided else _lent.get(memory.data_ptr())
+    return buffer.tensor if buffer is not None and buffer.memory is memory else memory
+
+
 class as_memory:
-    """Lets what runs inside see the memory of gradients in their place."""
+    """Lets what runs inside see the memory of gradients in their place. May be left and entered again."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        grads = [(parameter, parameter.grad) for parameter in parameters]
-        self._all = [(parameter, grad, memory_of(grad)) for parameter, grad in grads]
+        self._parameters = list(parameters)
 
     def __enter__(self) -> None:
-        for parameter, grad, memory in self._all:
-            if memory is not grad:
-                parameter.grad = memory
+        self._exchange(memory_of)
 
     def __exit__(self, *_: object) -> None:
-        for parameter, grad, memory in self._all:
-            if memory is not grad and parameter.grad is memory:
-                parameter.grad = grad
+        self._exchange(_lent_over)
+
+    def _exchange(self, other: Callable[[Tensor | None], Tensor | None]) -> None:
+        for parameter in self._parameters:
+            if other(parameter.grad) is not parameter.grad:
+                parameter.grad = other(parameter.grad)
 
 
-def lend(parameter: Tensor, grad: Tensor, made: Callable[[int], bool], entry: Entry) -> GradientBuffer | Tensor:
+Left = GradientBuffer | Tensor | None
+"""What code leaves behind as a gradient."""
+
+
+def left_behind(
+    parameters: Iterable[Tensor], before: Iterable[Tensor | None], made: Callable[[int], bool], entry: Entry
+) -> list[tuple[Tensor, Left]]:
+    """The gradients that captured code has left to parameters, which are lent from now on.
+
+    Args:
+        before: their gradients until then.
+        made, entry: see `_lend`.
+    """
+    left = [
+        (parameter, parameter.grad)
+        for parameter, grad in zip(parameters, before, strict=True)
+        if parameter.grad is not grad
+    ]
+    return [(parameter, None if grad is None else _lend(parameter, grad, made, entry)) for parameter, grad in left]
+
+
+def _lend(parameter: Tensor, grad: Tensor, made: Callable[[int], bool], entry: Entry) -> GradientBuffer | Tensor:
     """Sets `.grad` to a tensor that may be kept while a graph writes `grad`, which its capture left there.
 
     Args:
@@ -180,10 +207,6 @@ def lend(parameter: Tensor, grad: Tensor, made: Callable[[int], bool], entry: En
     buffer = GradientBuffer(parameter, part(grad), entry, Whole(grad) if is_split(grad) else None)
     parameter.grad = buffer.tensor
     return buffer
-
-
-Left = GradientBuffer | Tensor | None
-"""What code leaves behind as a gradient."""
 
 
 def leave_behind(gradients: Iterable[tuple[Tensor, Left]], copies: bool) -> None:

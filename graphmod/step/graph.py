@@ -26,7 +26,7 @@ from graphmod.step.arena import Tape
 from graphmod.step.context import Context
 from graphmod.step.eager_parts import EagerParts
 from graphmod.step.entry import Entry
-from graphmod.step.gradients import GradientBuffer, as_memory, is_split, leave_behind, lend, memory_of, part
+from graphmod.step.gradients import GradientBuffer, as_memory, is_split, leave_behind, left_behind, memory_of, part
 from graphmod.step.recording import Recording
 from graphmod.step.results import Results, resolved
 from graphmod.step.static_inputs import StaticInput, static_inputs, unlike_eager
@@ -114,8 +114,6 @@ class StepGraph:
         grads = list(map(memory_of, before.grads))
         saving, inside.oldest = self._saving(inside), next_sequence_number()
 
-        parts = self.parts = EagerParts(self, call, given, owned) if recording.parts else None
-
         def run() -> Flat:
             with saving:
                 value = inside()
@@ -124,7 +122,7 @@ class StepGraph:
 
         def check(recorder: Follower, result: Flat) -> None:
             reason = passed.changed() or passed.returned(result)
-            writes_back = parts is None and not recording.differentiable
+            writes_back = not (recording.parts or recording.differentiable)
             reason = reason or unlike_eager(self.inputs, self.given(call.leaves), recorder, writes_back)
             if any(id(place.note.owner) in self.stand_ins for place in guards.carried):
                 reason = reason or "gives other memory to a parameter in whose place the capture has a view"
@@ -138,18 +136,19 @@ class StepGraph:
             enabled = torch.is_grad_enabled()
             undo.then(lambda error: is_interrupt(error) and torch.set_grad_enabled(enabled))
             memory, ends = as_memory(owned), own_ends(self, identities)
+            methods = context.methods.in_place() if recording.parts else nullcontext()
+            if recording.parts:
+                self.parts = EagerParts(self, call, given, owned, memory, ends, methods)
             undo.enter(memory)
             undo.enter(ends)
-            if parts is not None:
-                methods = context.methods.in_place()
-                undo.then(lambda _: parts.show_gradients())
-                undo.enter(methods)
-                parts.within(ends, memory, methods)
+            undo.enter(methods)
             for place, static in zip(guards.carried, given[len(call.leaves) :], strict=True):
                 put(place.container, place.note, static)
             pool, script = self.tape.arena.pool, recording.script
             split = not generators and (not entry.account.failures or bool(script.late))
-            return group.backend.capture(run, pool, given, generators, check, split=split, script=script, parts=parts)
+            return group.backend.capture(
+                run, pool, given, generators, check, split=split, script=script, parts=self.parts
+            )
 
         captured = None
         try:
@@ -168,18 +167,14 @@ class StepGraph:
         except BaseException as error:
             if captured is not None:
                 captured.discard()
-            if parts is None or not parts.began:
+            if self.parts is None or not self.parts.began:
                 before.put_back()
             else:
-                parts.cut_short(error)
+                self.parts.cut_short(error)
             raise
         self.graph = captured
-        since = before.grads
-        if parts is not None:
-            parts.finish(captured)
-            since = [p.grad if memory_of(p.grad) is one else one for p, one in zip(owned, parts.since, strict=True)]
-        left = [(p, p.grad) for p, grad in zip(owned, since, strict=True) if p.grad is not grad]
-        self._grads_after = [(p, lend(p, grad, seen.made, entry) if grad is not None else None) for p, grad in left]
+        since = before.grads if self.parts is None else self.parts.finish(captured)
+        self._grads_after = left_behind(owned, since, seen.made, entry)
         self._written = [t for t in seen.written.values() if not t.is_inference()]
         self._changed = seen.written.keys() | seen.inputs_written  # no argument that is copied may lie there
         written = [(i, one) for i, one in enumerate(self.inputs) if address(one.tensor) in seen.inputs_written]
@@ -199,9 +194,9 @@ class StepGraph:
             buffer.users += 1
             group.buffers.add(buffer)
         self.stands_alone = not (
-            self.results.handed_out or guards.bound or self._copied or recording.host_draws or parts or self._flags
+            self.results.handed_out or guards.bound or self._copied or recording.host_draws or self.parts or self._flags
         )
-        seen_by_parts = [] if parts is None else parts.lent
+        seen_by_parts = [] if self.parts is None else self.parts.lent
         lent = [left for _, left in (*seen_by_parts, *self._grads_after) if isinstance(left, GradientBuffer)]
         self.tape.hand_out(self.results.handed_out + lent)
         if self._grads_after or seen_by_parts:
@@ -321,7 +316,7 @@ class StepGraph:
     def load(self, leaves: list[Tensor]) -> None:
         """Brings the arguments to where the graph reads them, and keeps what it is about to change."""
         if self.parts is not None:
-            self.parts.began = False
+            self.parts.begin()
         passes, given = self.tape.arena.passes, self.given(leaves)
         for index, buffer in self._copied:
             self.context.counters.copied_bytes += buffer.load(given[index], passes, self.context)

@@ -26,30 +26,27 @@ class Gave:
         memory: over its memory, where that was still there at an eager part; else None.
     """
 
-    __slots__ = ("_dtype", "_offset", "_size", "_storage", "_stride", "device", "memory", "place")
+    __slots__ = ("_device", "_dtype", "_offset", "_size", "_storage", "_stride", "memory", "place")
 
     def __init__(self, tensor: Tensor, place: int) -> None:
         self.place = place
         self.memory: Tensor | None = None
         self._size, self._stride, self._dtype = tensor.size(), tensor.stride(), tensor.dtype
-        self._offset, self.device = tensor.storage_offset(), tensor.device
+        self._offset, self._device = tensor.storage_offset(), tensor.device
         self._storage: StorageWeakRef | None = StorageWeakRef(tensor.untyped_storage()) if place < 0 else None
 
     def hold(self) -> None:
         """Holds the memory, if that is still there."""
         assert self._storage is not None, "it is new"
         storage = storage_behind(self._storage.cdata)
-        self.memory = None if storage is None else self.over(storage)
+        if storage is not None:
+            made = torch.empty(0, dtype=self._dtype, device=self._device)
+            self.memory = made.set_(storage, self._offset, self._size, self._stride)
         self._storage = None
-
-    def over(self, storage: torch.UntypedStorage) -> Tensor:
-        """The like of it over other memory."""
-        made = torch.empty(0, dtype=self._dtype, device=self.device)
-        return made.set_(storage, self._offset, self._size, self._stride)
 
     def empty(self) -> Tensor:
         """The like of it, with whatever values."""
-        return torch.empty_strided(self._size, self._stride, dtype=self._dtype, device=self.device)
+        return torch.empty_strided(self._size, self._stride, dtype=self._dtype, device=self._device)
 
 
 class Trail:
@@ -93,7 +90,7 @@ class FastForward(Follower):
     Args:
         inputs, gpu, script: see `Follower`.
         trail: of the capture.
-        lend: gives a tensor over the values that memory of the graph has.
+        lend: gives a tensor with the values that one of the graph has.
         part: called in the place of each eager part, as `Parts.call`.
 
     Attributes:
@@ -171,4 +168,4 @@ class FastForward(Follower):
             return result
         if result.place >= 0:
             return given[result.place]
-        return self.wrong(result.empty()) if result.memory is None else self._lend(result, result.memory)
+        return self.wrong(result.empty()) if result.memory is None else self._lend(result.memory)

@@ -412,10 +412,11 @@ class Recorder:
 
     def eager_part(self, function: Callable, args: tuple, kwargs: dict, frame: FrameType, name: str = "") -> Any:
         """Calls a function that is to be an eager part; see `Parts`."""
+        self.had_part = True
         if self.parts is None or current_node() is not None:
             self.refuse("an eager part", _NO_PART)
-            return function(*args, **kwargs)
-        self.had_part = True
+            with hidden():
+                return function(*args, **kwargs)
         return self.parts.call(self, function, args, kwargs, frame, name)
 
     def after_part(self, results: Iterable[Tensor], given: Iterable[Tensor]) -> None:
