@@ -382,7 +382,9 @@ class Guards:
         moving = {id(place.container.owner) for place in self.bound if isinstance(place.container, Data)}
         self._watch = TensorWatch(list(found.values()), names, moving)
         self.tensors, self.staying = self._watch.tensors, self._watch.staying
-        self._leaves, self._absent_gradients = [leaf for leaf, _ in leaves], [absent for _, absent in leaves]
+        self._leaves = [leaf for leaf, _ in leaves]
+        told = [(leaf, absent) for leaf, absent in leaves if absent is not None]
+        self._may_have_gradients, self._absent_gradients = [leaf for leaf, _ in told], [absent for _, absent in told]
         self._gradient_hooks = HookWatch(self._leaves)
 
     # -- the check -----------------------------------------------------------------------------------------------
@@ -437,7 +439,7 @@ class Guards:
                 return f"one {kind.__name__} is gone, or has another class than when it was recorded"
         if list(map(type, self._objects)) != self._kinds:
             return f"{self._of_other_class()} has another class than when it was recorded"
-        if gradients and self._leaves and list(map(_has_none, self._leaves)) != self._absent_gradients:
+        if gradients and list(map(_has_none, self._may_have_gradients)) != self._absent_gradients:
             return "other gradients are there, or absent, than when it was recorded"
         return None
 

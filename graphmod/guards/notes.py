@@ -249,7 +249,7 @@ class MetTensor:
     Attributes:
         geometry: see the function of that name.
         is_leaf: whether it may collect a gradient.
-        without_gradient: whether it had none then.
+        without_gradient: whether it had none then; None where an eager part may have changed that before.
         asked_for_gradient: whether code looked at its gradient.
         in_tuple: whether code found it in a tuple, on which there is no note.
         gets_data: whether code gave it other memory (`tensor.data = ...`).
@@ -265,7 +265,7 @@ class MetTensor:
     def __init__(self, tensor: Tensor, where: tuple) -> None:
         self.geometry, self.where = geometry(tensor), where
         self.is_leaf = (tensor.requires_grad or isinstance(tensor, nn.Parameter)) and is_leaf(tensor)
-        self.without_gradient = self.is_leaf and tensor.grad is None
+        self.without_gradient: bool | None = self.is_leaf and tensor.grad is None
         self.asked_for_gradient = self.in_tuple = self.gets_data = False
         self.where_it_lay = address(tensor)
         self._tensor: Tensor | None = tensor if self.is_leaf else None
@@ -482,6 +482,9 @@ class Notes:
             known = self.notes.get(name)
             if known is None or known.owner is not note.owner:
                 self.notes[name] = note
+        for name, met in later.tensors.items():
+            if name not in self.tensors:
+                met.without_gradient = None
         for mine, theirs in (
             (self.contents, later.contents),
             (self.tensors, later.tensors),

@@ -908,6 +908,25 @@ def test_a_part_that_is_given_gradients_that_the_call_adds_to(device):
     assert side.graphs[0].stats.failures == 2 and side.graphs[0].stats.replays > 8, side.graphs[0].last_failure
 
 
+def test_a_part_that_makes_gradients(device):
+    """Code that comes upon a parameter first after it finds gradients there, where none are when the call begins."""
+
+    def make(s):
+        trains = eager(lambda x: loss_of(s.model(x)).backward())
+
+        def step(x):
+            trains(x)
+            look([p.grad for p in s.model.parameters() if p.grad is not None])
+            eager(s.optimizer.step)()
+            s.optimizer.zero_grad()
+            return x * 2
+
+        look = eager(lambda gradients: s.meter.values.append([one.sum().item() for one in gradients]))
+        return step
+
+    run(make, device, step=noted(call), optimizer=counting, meter=lambda _: Meter())
+
+
 def test_code_before_a_part_that_does_something_else_now_is_an_error(device, tmp_path):
     """It depends on a file, which no guard sees."""
     holder, file = Holder(), tmp_path / "file"
