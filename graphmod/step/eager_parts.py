@@ -416,7 +416,7 @@ class EagerPart:
         sources: what gives these, in a call with some tensor arguments; an `_Own` where the graph makes it.
         modes: in which it is called; modes_after: in which it left last.
         gradients: those that the code before it left behind, for whoever looks at them.
-        grads_at: where the gradients were after it, in the call that was captured; 0 where there were none.
+        left: the gradients as it left them last.
         results: the tensors that it returned, as the graph has them.
         inputs: those of the graph that it reads between it and the next part.
         outcome: what it returned last, as it is, and the error that it raised.
@@ -440,12 +440,13 @@ class EagerPart:
         self.known, self.form, self.sources, self.modes, self.inputs = known, form, sources, modes, inputs
         self.modes_after = modes
         self.gradients: list[tuple[Tensor, Left]] = []
-        self.grads_at: list[int] = []
+        self.left: list[Tensor | None] = []
         self.results: list[_Own] = []
         self.outcome: tuple[Any, Exception | None] = None, None
         self.wrote: dict[int, Tensor | _Own] = {}
         self._guards, self._owned = guards, owned
         self._writes: set[int] = set()
+        self._grads_at: list[int] = []
         self._absent: list[bool] = []
         self._read: list[Tensor] = []
         self._read_at: list[int] = []
@@ -458,13 +459,13 @@ class EagerPart:
     def learn(self) -> None:
         """Takes what it did to gradients and tensors, in the call that is captured, for what it does."""
         self._writes = set(self.wrote)
-        self.grads_at = list(map(_grad_at, self._owned))
-        self._absent = [not where for where in self.grads_at]
+        self._grads_at = list(map(_grad_at, self._owned))
+        self._absent = [grad is None for grad in self.left]
 
     def watch(self, reads: set[int]) -> None:
         """Takes in the addresses that the graph reads between it and the next part."""
         self.inputs = [(index, buffer) for index, buffer in self.inputs if address(buffer.tensor) in reads]
-        found = [(parameter, at) for parameter, at in zip(self._owned, self.grads_at, strict=True) if at in reads]
+        found = [(parameter, at) for parameter, at in zip(self._owned, self._grads_at, strict=True) if at in reads]
         self._read, self._read_at = [parameter for parameter, _ in found], [at for _, at in found]
 
     def take(self) -> _Form | None:
@@ -497,7 +498,7 @@ class EagerPart:
             return f"a mode of PyTorch ({difference(self.modes, self.modes_after)[0]})"
         if self.wrote.keys() - self._writes:
             return "a tensor is changed in place that was not so before, and that a backward after it may need"
-        if [p.grad is None for p in self._owned] != self._absent or list(map(_grad_at, self._read)) != self._read_at:
+        if [grad is None for grad in self.left] != self._absent or list(map(_grad_at, self._read)) != self._read_at:
             return "other gradients are there, or absent"
         return None
 
@@ -565,8 +566,7 @@ class EagerParts:
         self._own: dict[int, tuple[Tensor, _Own]] = {}  # by identity of the tensors that the captured call has
         self._lent: list[_Own] = []
         self._since = [parameter.grad for parameter in owned]  # those after the last part
-        self._grads_at = list(map(_grad_at, owned))  # to begin with
-        self._then = [[*map(copy.copy, _state_of(parameter))] for parameter in owned]
+        self._then = [(_grad_at(p), [*map(copy.copy, _state_of(p))]) for p in owned]  # to begin with
         self._may_change = [tensor for tensor in graph.recording.guards.tensors if not tensor.is_inference()]
         self._segments: list[Callable[[], None]] = []
         self.begin()
@@ -582,7 +582,7 @@ class EagerParts:
         self._host = self.graph.recording.host_draws.states()
         self._put_back: Callable[[], None] | None = None
         for made in self.made:
-            made.outcome = None, None
+            made.outcome, made.left = (None, None), []
         for own in self._lent:
             own.made = None
         for loan in self._loans.values():
@@ -610,7 +610,7 @@ class EagerParts:
             self._methods.__exit__(None, None, None)
             try:
                 self._run(made, self._call.leaves)
-                self._since, self._put_back = [parameter.grad for parameter in self._owned], self._present()
+                self._since, self._put_back = made.left, self._present()
                 made.learn()
                 returned = self._take(made, self._call.leaves)
             except CutShort as cut:
@@ -714,6 +714,7 @@ class EagerParts:
             made.modes_after = group.modes()
         now = list(map(_version, tensors))
         changed = () if now == before else zip(may_change, before, now, strict=True)
+        made.left = [parameter.grad for parameter in self._owned]
         made.wrote = {id(one): one for one, was, is_now in changed if was != is_now}
 
     def _watched(self) -> list[Tensor | _Own]:
@@ -809,12 +810,6 @@ class EagerParts:
 
         return bring_back
 
-    def _as_then(self, fast: FastForward, grads_at: list[int]) -> None:
-        """Gives parameters gradients, or none, as they had them in the call that was captured."""
-        for parameter, where in zip(self._owned, grads_at, strict=True):
-            if _grad_at(parameter) != where:  # no other name for what is put there, which nobody may hold later
-                parameter.grad = fast.wrong(torch.empty_like(parameter)) if where else None
-
     def go_on(self, call: Call) -> Any:
         """Makes the rest of a call, after the last part that was made: its Python runs from the beginning, and finds
         what it found then, and no operation or part up to there runs once more.
@@ -844,6 +839,9 @@ class EagerParts:
                     entered.close()
                     if group.modes() != last.modes_after:
                         fast.give_up(CaptureRefused("it has changed a mode of PyTorch that is entered around it"))
+                else:
+                    for parameter, grad in zip(self._owned, made.left, strict=True):
+                        parameter.grad = grad
                 # Once more, since what autograd has saved of these was saved after the part, and not before it.
                 increment_version(list(map(_now, made.wrote.values())))
             if made is last:
@@ -861,8 +859,9 @@ class EagerParts:
             if guards.changed(gradients=False) is not None:
                 guards.restore()
             put_back(self._host)
-            self._as_then(fast, self._grads_at)
-            for parameter, state in zip(self._owned, self._then, strict=True):
+            for parameter, (where, state) in zip(self._owned, self._then, strict=True):
+                if _grad_at(parameter) != where:  # no other name for what is put there, which nobody may hold later
+                    parameter.grad = fast.wrong(torch.empty_like(parameter)) if where else None
                 _give(parameter, state)
             unthreaded = torch.autograd.set_multithreading_enabled(False)
             result = within(no_garbage_collection(), unthreaded, methods, fast, call=call)

@@ -927,6 +927,36 @@ def test_a_part_that_makes_gradients(device):
     run(make, device, step=noted(call), optimizer=counting, meter=lambda _: Meter())
 
 
+@pytest.mark.parametrize("first", [3, 8], ids=["captured", "replayed"])
+@pytest.mark.parametrize("after", ["look", "backward"])
+def test_a_part_that_makes_gradients_before_one_after_which_the_rest_runs_eagerly(after, first, device):
+    """Code between the two looks at these gradients, or adds to them, where it runs once more."""
+
+    def make(s):
+        trains = eager(lambda x: loss_of(s.model(x)).backward())
+
+        @eager
+        def part(gradients):
+            s.holder.count += 1
+            s.holder.scale = 2.0 if s.holder.count == first else 1.0
+            s.meter.values.append(len(gradients))
+
+        def step(x):
+            trains(x)
+            if after == "backward":
+                loss_of(s.model(x + 1)).backward()
+            part([p.grad for p in s.model.parameters() if p.grad is not None])
+            s.optimizer.step()
+            s.optimizer.zero_grad()
+            return x * s.holder.scale
+
+        return step
+
+    kept = {"meter": lambda _: Meter(), "holder": lambda _: Holder(), "optimizer": sgd}
+    side, _ = play(program(make, **kept), noted(call), device, graph=whole, steps=12)
+    assert side.graphs[0].stats.eager_parts, side.graphs[0].last_failure
+
+
 def test_code_before_a_part_that_does_something_else_now_is_an_error(device, tmp_path):
     """It depends on a file, which no guard sees."""
     holder, file = Holder(), tmp_path / "file"
