@@ -41,7 +41,7 @@ from graphmod.ranks.data_parallel import Borrowed
 from graphmod.signature.call import Call
 from graphmod.signature.flattening import unrepeatable
 from graphmod.signature.modes import FOREIGN, difference, key_reader
-from graphmod.step.eager_parts import RecordedParts
+from graphmod.step.eager_parts import RecordedPart, RecordedParts
 from graphmod.step.found_parts import Methods
 from graphmod.step.recording import record_reads
 from graphmod.step.results import bind, not_returned, not_to_be_made_again, outline
@@ -68,11 +68,14 @@ class Part:
         loss: see `check_call`.
         borrowed: takes in which DistributedDataParallels are taken over.
         meeting: where this rank tells others what it communicates; None where there are none.
+        eager_parts: as in `CUDAGraphConfig`.
 
     Attributes:
         findings, eager, guards, operations: of the last call; `eager` has its eager parts, in words.
+        eager_if_set: the methods that do all that was found, so that `eager_parts` makes eager parts of them.
         on_gpu: what would keep it out of a graph on a GPU, if it ran on the CPU.
-        settled: whether the last call left each DistributedDataParallel the reducer that it found.
+        settled: whether the last call left each DistributedDataParallel the reducer that it found, and has not only
+            found what are eager parts from the next one on.
     """
 
     def __init__(
@@ -82,10 +85,13 @@ class Part:
         name: str = "",
         loss: Callable | None = None,
         meeting: Meeting | None = None,
+        eager_parts: bool = False,
     ) -> None:
         self.root, self.name, self._loss, self._borrowed = root, name, loss, borrowed
         self._before_collective = None if meeting is None else meeting.before
-        self._methods = Methods()
+        self._methods, self._eager_parts = Methods(wanted=True), eager_parts
+        self._earlier: list[RecordedPart] = []
+        self.eager_if_set: list[str] = []
         self.call = Target(root) if isinstance(root, nn.Module) else root
         self.findings: list[Finding] = []
         self.eager: list[str] = []
@@ -133,9 +139,8 @@ class Part:
         if modes[FOREIGN] is not None:
             self._add("the call", f"{modes[FOREIGN]}, and code under that is never captured", _KEEP_OUT)
         methods = self._methods
-        recorder, notes, given = record_reads(
-            call, gpu, self.root, before_collective=self._before_collective, methods=methods, follows=True
-        )
+        how: dict[str, Any] = {"methods": methods, "follows": True, "earlier": self._earlier}
+        recorder, notes, given = record_reads(call, gpu, self.root, before_collective=self._before_collective, **how)
         result = call.result
         changed = given.changed()
         bound, _ = bind(notes, result, recorder)
@@ -147,12 +152,15 @@ class Part:
         parts = recorder.parts
         assert isinstance(parts, RecordedParts), "made by record_reads"
         self._add_said(parts.finish(recorder, bool(result.differentiable)))
+        self._earlier, self.eager = parts.made, list(map(str, parts.made))
         known = methods.found
         if (recorder.hazards or changes) and not result.differentiable:
-            methods.learn(recorder, str([*recorder.hazards, *changes][0]))
+            methods.learn(recorder, "")
         found = [] if known else methods.found  # which do all of this
-        self.eager = [*map(str, parts.made), *(f"{name} ({methods.refused})" for name in found[:1]), *found[1:]]
-        self._take_in(recorder, [] if found else changes, hazards=not found)
+        if found and not self._eager_parts:
+            self.eager_if_set, found = found, []
+            methods.give_up()
+        self._take_in(recorder, changes)
         self.guards.append(Guards(notes, recorder.backward, bound))
         self._look_at_optimizers(notes, recorder, gpu)
         for said in (given.returned(result), not_to_be_made_again(outline(result)[0])):
@@ -166,7 +174,7 @@ class Part:
         around.learn(self.guards[-1])
         self._borrowed.note(around.parallel())
         not_averaged = around.take_over() if torch.is_grad_enabled() else None
-        self.settled = around.reducers() == reducers
+        self.settled = around.reducers() == reducers and not found
         if not_averaged is not None:
             self._add("DistributedDataParallel", not_averaged, "use its defaults, or call it without graphs")
         if result.differentiable:
@@ -214,9 +222,9 @@ class Part:
             self._add_said(said, backward=True)
         self.guards += found.guards
 
-    def _take_in(self, seen: Recorder, changes: Iterable[Change], backward: bool = False, hazards: bool = True) -> None:
+    def _take_in(self, seen: Recorder, changes: Iterable[Change], backward: bool = False) -> None:
         self.operations += len(seen.trace)
-        for found in seen.hazards if hazards else ():
+        for found in seen.hazards:
             where = found.lines
             library = None if where.optimizer is not None else where.library
             self._add(found.operation, found.effect, found.remedy, where.user, library, where.backward)
@@ -289,7 +297,7 @@ def _one_for_each_remedy(changes: Iterable[Change], backward: bool, parts: list[
     return findings
 
 
-_SETTLING = 2  # more calls, at most, in which a DistributedDataParallel gets its reducer
+_SETTLING = 2  # more calls, at most, until nothing but the call itself counts; see `Part.settled`
 
 
 def check_call(
@@ -312,7 +320,8 @@ def check_call(
     rank that would wait in a collective to which another does not come is stopped before it.
 
     Args:
-        target: a module, or a callable such as a whole training step; one that is wrapped already is checked unwrapped.
+        target: a module, or a callable such as a whole training step; one that is wrapped already is checked unwrapped,
+            with its setting of `eager_parts`.
         args, kwargs: what it is called with. What is to be passed under one of the names below: `functools.partial`.
         loss: maps the result to a scalar, to be differentiated; None takes the sum of what requires grad.
         calls: at least 1; with 1, what a first call makes, such as the state of an optimizer, counts as a hazard.
@@ -346,7 +355,8 @@ def checked(
     meeting: Meeting | None = None,
 ) -> Report:
     """The report of `check_call` on `target(*args, **kwargs)`; without a meeting this process is alone."""
-    root = target._root if isinstance(target, CUDAGraphModule) else target
+    wrapped = isinstance(target, CUDAGraphModule)
+    root, eager_parts = (target._root, target._context.config.eager_parts) if wrapped else (target, False)
     if not callable(root):
         raise TypeError(f"graphmod.check takes a module or a callable, got {type(root).__name__}")
     root = copying.deepcopy(root) if copy else root
@@ -360,7 +370,7 @@ def checked(
         return check_layers(root, names, lambda: root(*args, **kwargs), calls=calls, meeting=meeting)
     report = Report(_name(root))
     with Borrowed() as borrowed, without_graphs(_modules(root, (args, kwargs))), _compared(report, meeting):
-        part = Part(root, borrowed, loss=loss, meeting=meeting)
+        part = Part(root, borrowed, loss=loss, meeting=meeting, eager_parts=eager_parts)
         for number in range(max(calls, 1) + _SETTLING):
             if number < calls or not number or not part.settled:
                 if meeting is not None:
@@ -463,6 +473,7 @@ def _take_in(report: Report, parts: list[Part]) -> None:
     for part in parts:
         findings += part.findings
         report.eager_parts += part.eager
+        report.eager_if_set += part.eager_if_set
         report.operations += part.operations
         report.device = part.device or report.device
         for guards in part.guards:

@@ -23,7 +23,7 @@ import pickle
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from types import FrameType
@@ -244,13 +244,22 @@ class RecordedParts:
         noted: what notes what the call reads.
         draws: what it draws on the host.
         methods: has put methods in place of others.
+        earlier: the parts of a call that was recorded before it; what code after these finds, it has to find again.
 
     Attributes:
         made: the parts, in order.
     """
 
-    def __init__(self, call: Call, noted: noting, draws: HostDraws, methods: AbstractContextManager) -> None:
+    def __init__(
+        self,
+        call: Call,
+        noted: noting,
+        draws: HostDraws,
+        methods: AbstractContextManager,
+        earlier: Sequence[RecordedPart] = (),
+    ) -> None:
         self._call, self.noted, self._draws, self._methods = call, noted, draws, methods
+        self._earlier = iter(earlier)
         self._drawn = 0
         self._held: list[Any] = []  # so that nothing else comes to lie where these do
         self._beside = _beside()
@@ -269,8 +278,7 @@ class RecordedParts:
             with hidden():
                 given = self._judged(recorder, known, self._take_given, (function, args, kwargs))
                 result = self.noted.unnoted(function, *args, **kwargs)
-                is_used = not _is_dropped(frame)
-                returned = self._judged(recorder, known, self._take_returned, result, given) if is_used else []
+                returned = self._judged(recorder, known, self._take_returned, result, given, not _is_dropped(frame))
         except BaseException:
             recorder.refuse(known.name, _RAISES)
             raise
@@ -301,7 +309,14 @@ class RecordedParts:
         known.given = form.outline
         return [tensor.detach() for tensor in form.tensors]  # and not itself: autograd counts who holds gradients
 
-    def _take_returned(self, known: RecordedPart, result: Any, given: list[Tensor]) -> list[Tensor]:
+    def _take_returned(self, known: RecordedPart, result: Any, given: list[Tensor], is_used: bool) -> list[Tensor]:
+        before = next(self._earlier, None)
+        if before is not None and str(before) == str(known):
+            changed = before.guards.moved() or before.guards.changed(gradients=False)
+            if changed is not None:
+                raise CaptureRefused(f"changes what code after it reads: {changed}")
+        if not is_used:
+            return []
         form = _returned(result)
         known.returned = form.outline
         there = {address(tensor) for tensor in given} - {0}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -172,14 +172,15 @@ def record_reads(
     before_collective: Callable | None = None,
     methods: Methods | None = None,
     follows: bool = False,
+    earlier: Sequence[RecordedPart] = (),
 ) -> tuple[Recorder, Notes, Given]:
     """Makes a call; returns all that recorded it, what its Python read too, before anything is made of that. See
-    `record`, and `Recorder` for `before_collective`."""
+    `record`, `Recorder` for `before_collective`, and `RecordedParts` for `earlier`."""
     methods = Methods() if methods is None else methods
     given, draws = Given(call), HostDraws(gpu is not None)
     notes = noting(call.function, call.args, call.kwargs, *roots, host_draws=draws)
     in_place = methods.in_place(notes)
-    parts = RecordedParts(call, notes, draws, in_place)
+    parts = RecordedParts(call, notes, draws, in_place, earlier)
     recorder = Recorder(
         call.leaves, gpu=gpu, before_collective=before_collective, host_draws=draws, parts=parts, follows=follows
     )

@@ -292,6 +292,59 @@ def test_marked_parts_are_told():
     assert "returns one float" in only(graphmod.check(uses, X)).effect
 
 
+def test_a_marked_part_that_changes_what_is_read_later_is_a_hazard():
+    holder = SimpleNamespace(scale=1.0, told=0)
+
+    @graphmod.eager
+    def part():
+        holder.scale += 0.5
+
+    def step(x):
+        part()
+        return x * holder.scale
+
+    found = only(graphmod.check(step, X))
+    assert "changes what code after it reads: 'scale' was 1.5" in found.effect and "in step" in found.user
+
+    @graphmod.eager
+    def last():
+        holder.told += 1
+
+    assert graphmod.check(lambda x: (x * holder.scale, last())[0], X).captured
+
+
+def counting_step():
+    model = mlp(torch.device("cpu"))
+    adam = torch.optim.RAdam(model.parameters(), lr=0.01, foreach=True)
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        adam.step()
+        adam.zero_grad()
+        return loss.detach()
+
+    return step, adam
+
+
+@pytest.mark.parametrize("calls", [2, 3, 5])
+def test_methods_that_would_be_eager_parts_are_told(calls):
+    step, adam = counting_step()
+    report = graphmod.check(step, X, calls=calls)
+    assert not report.captured and report.eager_if_set == ["RAdam.step"] and not report.eager_parts, str(report)
+    assert "CUDAGraphConfig(eager_parts=True), which calls between its graphs" in str(report)
+    report = graphmod.check(CUDAGraphModule(step, eager_parts=True), X, calls=calls)
+    assert report.captured and not report.eager_if_set, str(report)
+    assert [part.partition(" ")[0] for part in report.eager_parts] == ["RAdam.step", "RAdam.zero_grad"]
+    assert "step" not in vars(adam)
+
+
+def test_methods_are_not_told_where_more_than_these_keeps_the_step_eager():
+    step, _ = counting_step()
+    report = graphmod.check(lambda x: float(step(x)), X)
+    assert not report.captured and not report.eager_if_set
+
+
 def test_results_and_arguments_that_no_replay_makes_are_hazards():
     class Odd:
         pass
