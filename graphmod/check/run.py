@@ -151,7 +151,7 @@ class Part:
             changes = [one for one in changes if one not in of_arguments]
         parts = recorder.parts
         assert isinstance(parts, RecordedParts), "made by record_reads"
-        self._add_said(parts.finish(recorder, bool(result.differentiable)))
+        self._add_said(parts.finish(recorder, bool(result.differentiable), bound))
         self._earlier, self.eager = parts.made, list(map(str, parts.made))
         known = methods.found
         if (recorder.hazards or changes) and not result.differentiable:

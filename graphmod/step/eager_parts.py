@@ -23,7 +23,7 @@ import pickle
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from types import FrameType
@@ -36,8 +36,8 @@ from torch.autograd.graph import increment_version
 from graphmod.errors import CaptureRefused, Diverged, EagerPartFailed
 from graphmod.errors import reason as reason_of
 from graphmod.guards.changes import what_changed
-from graphmod.guards.guards import Guards
-from graphmod.guards.notes import UNGUARDED, Notes
+from graphmod.guards.guards import Guards, put
+from graphmod.guards.notes import UNGUARDED, Note, Notes
 from graphmod.reads.frames import noting
 from graphmod.reads.operand_stack import function_of, is_called
 from graphmod.signature.call import Call
@@ -226,9 +226,9 @@ class RecordedPart:
         """What a later call of the function, of these arguments, is made of."""
         return _Form(given, lambda value: id(value) in self.old)
 
-    def finish(self, notes: Notes, recorder: Recorder) -> None:
-        """Makes the guards, of notes on what was read after it."""
-        self.guards = Guards(notes, recorder.backward)
+    def finish(self, notes: Notes, recorder: Recorder, bound: Collection[Note]) -> None:
+        """Makes the guards, of notes on what was read after it; see `Guards` for `bound`."""
+        self.guards = Guards(notes, recorder.backward, bound)
         later = recorder.trace[self.index :]
         self.goes_on, self.backward = bool(later), any(step.code is None for step in later)
 
@@ -338,16 +338,17 @@ class RecordedParts:
         known.old[id(value)] = value
         return True
 
-    def finish(self, recorder: Recorder, differentiable: bool) -> str | None:
+    def finish(self, recorder: Recorder, differentiable: bool, bound: Collection[Note]) -> str | None:
         """Makes the guards, after the call. Returns why a graph cannot have these parts.
 
         Args:
             differentiable: whether the call's result has a backward.
+            bound: the places that it has bound anew, after the last of them.
         """
         if not self.made:
             return None
         for known, notes in zip(self.made, self.noted.later, strict=True):
-            known.finish(notes, recorder)
+            known.finish(notes, recorder, bound)
         late = None if recorder.script is None else next(iter(recorder.script.late.values()), None)
         if late is not None:
             return str(late)
@@ -593,7 +594,7 @@ class EagerParts:
 
     def begin(self) -> None:
         """A call begins, or has ended: what its parts were given is theirs."""
-        self._done = 0
+        self._done, self._carried = 0, self.graph.given([])
         self._host = self.graph.recording.host_draws.states()
         self._put_back: Callable[[], None] | None = None
         for made in self.made:
@@ -622,6 +623,7 @@ class EagerParts:
             self._memory.__exit__()
             made.gradients = left_behind(self._owned, self._since, recorder.made, self.graph.entry)
             self._ends.stand_back()
+            self._bind(self._carried)
             self._methods.__exit__(None, None, None)
             try:
                 self._run(made, self._call.leaves)
@@ -635,6 +637,7 @@ class EagerParts:
         self._loans.update((address(own.memory), own.loan) for own in made.results)
         increment_version([tensor for tensor, own in self._own.values() if id(own) in made.wrote])
         self._methods.__enter__()
+        self._bind(self._given[len(self._call.leaves) :])
         self._ends.stand_in()
         self._memory.__enter__()
         recorder.after_part(tensors, [own.memory for own in made.own])
@@ -716,7 +719,8 @@ class EagerParts:
         graph.context.counters.eager_parts += 1
         self._done += 1
         leave_behind(made.gradients, graph.entry.copies_out)
-        function, args, kwargs = made.form.around([source(leaves) for source in made.sources])
+        given = graph.given(leaves)
+        function, args, kwargs = made.form.around([source(given) for source in made.sources])
         may_change = self._watched() if made.known.backward else []
         tensors = list(map(_now, may_change))
         before = list(map(_version, tensors))
@@ -727,6 +731,7 @@ class EagerParts:
                 let_through(error)
                 made.outcome = None, error
             made.modes_after = group.modes()
+        graph.keep_carried()
         now = list(map(_version, tensors))
         changed = () if now == before else zip(may_change, before, now, strict=True)
         made.left = [parameter.grad for parameter in self._owned]
@@ -754,8 +759,9 @@ class EagerParts:
             for loan in self._loans.values():
                 if loan.lent is not None:
                     loan.memory.copy_(loan.lent)
+        given = self.graph.given(leaves)
         for index, buffer in made.inputs:
-            buffer.load(leaves[index], self.graph.tape.arena.passes, self.graph.context)
+            buffer.load(given[index], self.graph.tape.arena.passes, self.graph.context)
         return returned
 
     def cut_short(self, error: BaseException) -> None:
@@ -806,6 +812,11 @@ class EagerParts:
             self._take(made, leaves)
         self._segments[-1]()
         self.begin()
+
+    def _bind(self, tensors: list[Tensor]) -> None:
+        """Puts these where the call finds, and binds anew, tensors whose values it reads."""
+        for place, tensor in zip(self.graph.recording.guards.carried, tensors, strict=True):
+            put(place.container, place.note, tensor)
 
     # -- the rest of a call that was cut short ---------------------------------------------------------------------
 
@@ -873,6 +884,7 @@ class EagerParts:
             guards = graph.recording.guards
             if guards.changed(gradients=False) is not None:
                 guards.restore()
+            self._bind(self._carried)
             put_back(self._host)
             for parameter, (where, state) in zip(self._owned, self._then, strict=True):
                 if _grad_at(parameter) != where:  # no other name for what is put there, which nobody may hold later

@@ -122,9 +122,7 @@ def record(
     refused = refused or _read_by_other_names(call, recorder, notes)
     parts = recorder.parts
     assert isinstance(parts, RecordedParts)
-    refused = refused or parts.finish(recorder, bool(call.result.differentiable))
-    if bound and parts.made:
-        refused = refused or what_changed(notes)  # which such a part would find as the call before has left it
+    refused = refused or parts.finish(recorder, bool(call.result.differentiable), bound)
     guards = Guards(notes, recorder.backward, bound)
     assert recorder.script is not None and recorder.host_draws is not None, "whoever records has them"
     made = Recording(

@@ -1933,3 +1933,55 @@ def test_a_part_that_sets_a_gradient_now_and_then(often, after, device):
         return seen
 
     assert side(True) == side(False)
+
+
+class Mean:
+    """Keeps a running mean, bound anew in each call, and what it was given last."""
+
+    def __init__(self, device):
+        self.mean, self.last, self.scale = torch.zeros(4, device=device), None, 1.0
+
+
+@pytest.mark.parametrize("reads", ["after it", "before it, too", "in it", "nothing"])
+@pytest.mark.parametrize("changes", ["nothing", "the values", "the tensor", "the scale", "the shape"])
+def test_what_a_call_binds_anew_after_its_last_part(changes, reads, device):
+    """Also where a part changes it now and then."""
+
+    def make(s):
+        @eager
+        def part(x):
+            s.holder.count += 1
+            if reads == "in it":
+                s.meter.tensors.append(s.mean.mean)
+                s.meter.values.append(s.mean.mean.sum().item())
+            if s.holder.count in (3, 8, 11):
+                if changes == "the values":
+                    s.mean.mean.add_(1)
+                elif changes == "the tensor":
+                    s.mean.mean = s.mean.mean * 2
+                elif changes == "the scale":
+                    s.mean.scale += 1
+                elif changes == "the shape":
+                    s.mean.mean = s.mean.mean.repeat(2)[::2]
+
+        def step(x):
+            y = x.mean(1)
+            y = y + s.mean.mean if reads == "before it, too" else y * 2
+            part(y)
+            z = y * s.mean.scale
+            if reads != "nothing":
+                s.mean.mean = 0.9 * s.mean.mean + z
+            s.mean.last = z
+            return z
+
+        return step
+
+    def step(side, i):
+        result = call(side, i)
+        side.note(values=side.meter.values, tensors=side.meter.tensors, mean=side.mean.mean, last=side.mean.last)
+        return result
+
+    kept = {"meter": lambda _: Meter(), "holder": lambda _: Holder()}
+    kept["mean"] = lambda model: Mean(next(model.parameters()).device)
+    side, _ = play(program(make, **kept), step, device, graph=whole, steps=16)
+    assert side.graphs[0].stats.replays > 4 and side.graphs[0].stats.eager_parts, side.graphs[0].last_failure
