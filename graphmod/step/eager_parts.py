@@ -25,7 +25,7 @@ import types
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -197,6 +197,7 @@ def _beside() -> tuple:
 
 
 # -- in a recorded call ------------------------------------------------------------------------------------------------
+@dataclass(eq=False)
 class RecordedPart:
     """What a recorded call showed of an eager part.
 
@@ -210,17 +211,15 @@ class RecordedPart:
         goes_on, backward: whether operations come after it, and a backward.
     """
 
-    guards: Guards
-    given: tuple
-    goes_on: bool
-    backward: bool
-
-    def __init__(self, name: str, caller: FrameType, index: int) -> None:
-        self.name = name
-        self.where = location(caller.f_code, caller.f_lineno)
-        self.index = index
-        self.old: dict[int, Any] = {}
-        self.returned: tuple | None = None
+    name: str
+    where: str
+    index: int
+    given: tuple = ()
+    old: dict[int, Any] = field(default_factory=dict)
+    returned: tuple | None = None
+    guards: Any = None
+    goes_on: bool = False
+    backward: bool = False
 
     def form_of(self, given: tuple) -> _Form:
         """What a later call of the function, of these arguments, is made of."""
@@ -271,7 +270,8 @@ class RecordedParts:
     def call(self, recorder: Any, function: Callable, args: tuple, kwargs: dict, frame: FrameType, name: str) -> Any:
         """See `recorder.Parts`."""
         caller: Any = frame.f_back
-        known = RecordedPart(name or _name_of(function), caller, len(recorder.trace))
+        where = location(caller.f_code, caller.f_lineno)
+        known = RecordedPart(name or _name_of(function), where, len(recorder.trace))
         self.made.append(known)
         try:
             self._methods.__exit__(None, None, None)
@@ -423,6 +423,7 @@ class _Own:
         return self.made
 
 
+@dataclass(eq=False)
 class EagerPart:
     """An eager part of a graph.
 
@@ -430,67 +431,58 @@ class EagerPart:
         known: what the recorded call showed.
         form: what it is given, but for the tensors.
         sources: what gives these, in a call with some tensor arguments; an `_Own` where the graph makes it.
-        modes: in which it is called; modes_after: in which it left last.
-        gradients: those that the code before it left behind, for whoever looks at them.
-        left: the gradients as it left them last.
-        results: the tensors that it returned, as the graph has them.
+        modes: in which it is called.
         inputs: those of the graph that it reads between it and the next part.
+        gradients: those that the code before it left behind, for whoever looks at them.
+        results: the tensors that it returned, as the graph has them.
+        reads: the leaf tensors whose gradients the graph reads up to the next part; reads_at: where these lie.
         outcome: what it returned last, as it is, and the error that it raised.
+        left, modes_after: the gradients and the modes as it left them last.
         wrote: what it changed in place, of what a backward after it may need, by identity.
-
-    Args:
-        guards: of the whole call.
-        owned: see `EagerParts`.
+        then: the identities of that, and which gradients were absent after it, in the call that was captured.
     """
 
-    def __init__(
-        self,
-        known: RecordedPart,
-        form: _Form,
-        sources: list[Callable[[list[Tensor]], Tensor]],
-        modes: tuple,
-        guards: Guards,
-        owned: list[Tensor],
-        inputs: list[tuple[int, Any]],
-    ) -> None:
-        self.known, self.form, self.sources, self.modes, self.inputs = known, form, sources, modes, inputs
-        self.modes_after = modes
-        self.gradients: list[tuple[Tensor, Left]] = []
-        self.left: list[Tensor | None] = []
-        self.results: list[_Own] = []
-        self.outcome: tuple[Any, Exception | None] = None, None
-        self.wrote: dict[int, Tensor | _Own] = {}
-        self._guards, self._owned = guards, owned
-        self._writes: set[int] = set()
-        self._grads_at: list[int] = []
-        self._absent: list[bool] = []
-        self._read: list[Tensor] = []
-        self._read_at: list[int] = []
+    known: RecordedPart
+    form: _Form
+    sources: list[Callable[[list[Tensor]], Tensor]]
+    modes: tuple
+    inputs: list[tuple[int, Any]]
+    gradients: list[tuple[Tensor, Left]] = field(default_factory=list)
+    results: list[_Own] = field(default_factory=list)
+    reads: list[Tensor] = field(default_factory=list)
+    reads_at: list[int] = field(default_factory=list)
+    outcome: tuple[Any, Exception | None] = (None, None)
+    left: list[Tensor | None] = field(default_factory=list)
+    modes_after: tuple = ()
+    wrote: dict[int, Tensor | _Own] = field(default_factory=dict)
+    then: tuple[set[int], list[bool]] = field(default_factory=lambda: (set(), []))
 
     @property
     def own(self) -> list[_Own]:
         """The tensors of the graph that it is given."""
         return [source for source in self.sources if isinstance(source, _Own)]
 
-    def learn(self) -> None:
-        """Takes what it did to gradients and tensors, in the call that is captured, for what it does."""
-        self._writes = set(self.wrote)
-        self._grads_at = list(map(_grad_at, self._owned))
-        self._absent = [grad is None for grad in self.left]
+    def learn(self, owned: list[Tensor]) -> None:
+        """Takes what it did, in the call that is captured, for what it does; `owned`: see `EagerParts`."""
+        self.then = set(self.wrote), [grad is None for grad in self.left]
+        self.reads, self.reads_at = owned, list(map(_grad_at, owned))
 
     def watch(self, reads: set[int]) -> None:
         """Takes in the addresses that the graph reads between it and the next part."""
         self.inputs = [(index, buffer) for index, buffer in self.inputs if address(buffer.tensor) in reads]
-        found = [(parameter, at) for parameter, at in zip(self._owned, self._grads_at, strict=True) if at in reads]
-        self._read, self._read_at = [parameter for parameter, _ in found], [at for _, at in found]
+        found = [(parameter, at) for parameter, at in zip(self.reads, self.reads_at, strict=True) if at in reads]
+        self.reads, self.reads_at = [parameter for parameter, _ in found], [at for _, at in found]
 
-    def take(self) -> _Form | None:
+    def take(self, guards: Guards) -> _Form | None:
         """Copies what it returned to where the graph reads it; returns what that is made of, if code uses it.
+
+        Args:
+            guards: of the whole call.
 
         Raises:
             CaptureRefused: it is of another kind than in the recorded call, or the graph cannot go on after it.
         """
-        reason = self._changed()
+        reason = self._changed(guards)
         if reason is not None:
             raise CaptureRefused(f"{self.known} changes what code after it reads: {reason}")
         if self.known.returned is None:
@@ -505,16 +497,17 @@ class EagerPart:
             own.made = own.loan.lent = tensor
         return returned
 
-    def _changed(self) -> str | None:
+    def _changed(self, guards: Guards) -> str | None:
         """What code after it would find otherwise than in the call that was captured, in words."""
-        reason = self._guards.moved() or self.known.guards.changed(gradients=False)
+        reason = guards.moved() or self.known.guards.changed(gradients=False)
         if reason is not None:
             return reason
         if self.known.goes_on and self.modes_after != self.modes:
             return f"a mode of PyTorch ({difference(self.modes, self.modes_after)[0]})"
-        if self.wrote.keys() - self._writes:
+        writes, absent = self.then
+        if self.wrote.keys() - writes:
             return "a tensor is changed in place that was not so before, and that a backward after it may need"
-        if [grad is None for grad in self.left] != self._absent or list(map(_grad_at, self._read)) != self._read_at:
+        if [grad is None for grad in self.left] != absent or list(map(_grad_at, self.reads)) != self.reads_at:
             return "other gradients are there, or absent"
         return None
 
@@ -628,7 +621,7 @@ class EagerParts:
             try:
                 self._run(made, self._call.leaves)
                 self._since, self._put_back = made.left, self._present()
-                made.learn()
+                made.learn(self._owned)
                 returned = self._take(made, self._call.leaves)
             except CutShort as cut:
                 raise Unwinding(cut) from None
@@ -668,7 +661,7 @@ class EagerParts:
         if self.made:
             self.made[-1].watch(recorder.read_since)
         buffers = [(index, one.buffer) for index, one in inputs if one.buffer is not None]
-        self.made.append(EagerPart(known, form, sources, modes, recording.guards, self._owned, buffers))
+        self.made.append(EagerPart(known, form, sources, modes, buffers))
         return self.made[-1]
 
     def _sources(self, known: RecordedPart, recorder: Follower, tensors: list[Tensor]) -> list[Callable]:
@@ -752,7 +745,7 @@ class EagerParts:
         if made.outcome[1] is not None:
             raise CutShort(self, None)
         try:
-            returned = made.take()
+            returned = made.take(self.graph.recording.guards)
         except CaptureRefused as refusal:
             raise CutShort(self, refusal) from None
         with torch.inference_mode(False), torch.no_grad():
