@@ -266,8 +266,8 @@ def put(container: Any, note: Note, value: Any) -> None:
         object.__setattr__(container.owner, note.key, value)
     elif isinstance(container, Slots):
         object.__delattr__(container.owner, note.key)
-    elif isinstance(container, Data):
-        container.owner.data = value
+    elif isinstance(container, (Data, Fields)):
+        setattr(container.owner, note.key, value)
     elif isinstance(container, types.MappingProxyType) and value is not MISSING:
         type.__setattr__(note.owner, note.key, value)
     elif isinstance(container, types.MappingProxyType):

@@ -5,10 +5,10 @@ begins; a replay launches, calls, launches. The function and the objects it is g
 that the graph made it gets as copies, whose changes are taken back; of tensors that it returns there are copies at
 fixed addresses. What it reads and does is not watched.
 
-Code after a part must find what it found in the recorded call: what it reads has guards of its own, which are compared
-once more when the part was made. Where they differ, or the part raises an error, or a capture fails after it, the call
-cannot be begun again, and its rest runs eagerly: its code is run from the beginning, and finds up to there what the
-graph and the parts have made (`EagerParts.go_on`).
+Code after a part must find what it found in the recorded call: all that the call reads is compared once more when the
+part was made, since a frame may have looked at it before. Where it differs, or the part raises an error, or a capture
+fails after it, the call cannot be begun again, and its rest runs eagerly: its code is run from the beginning, and finds
+up to there what the graph and the parts have made (`EagerParts.go_on`).
 """
 
 from __future__ import annotations
@@ -499,7 +499,7 @@ class EagerPart:
 
     def _changed(self, guards: Guards) -> str | None:
         """What code after it would find otherwise than in the call that was captured, in words."""
-        reason = guards.moved() or self.known.guards.changed(gradients=False)
+        reason = guards.moved() or guards.changed(gradients=False)
         if reason is not None:
             return reason
         if self.known.goes_on and self.modes_after != self.modes:

@@ -984,6 +984,45 @@ def test_code_before_a_part_that_does_something_else_now_is_an_error(device, tmp
     assert torch.equal(module(x), x.cos() * 2) and holder.count == 9
 
 
+@pytest.mark.parametrize("what", ["variable", "loop", "default"])
+def test_a_part_changes_now_and_then_what_a_frame_looked_at_before_it(what, device):
+    """A frame's variables are looked at when it begins, and a list that it goes through once."""
+
+    def make(s):
+        scale, s.items = 1.0, [1.0, 2.0]
+
+        def scaled(x, by=1.0):
+            part()
+            return x * by
+
+        @eager
+        def part():
+            nonlocal scale
+            s.meter.values.append(0)
+            if len(s.meter.values) in (7, 14):
+                scale += 1.0
+                s.items.append(3.0)
+                scaled.__defaults__ = (scale,)
+
+        def step(x):
+            if what == "default":
+                return scaled(x) + scaled(x)
+            if what == "loop":
+                for item in s.items:
+                    x = x * item
+                    if item == 1.0:
+                        part()
+                return x
+            x = x + 1
+            part()
+            return x * scale
+
+        return step
+
+    side, _ = play(program(make, meter=lambda _: Meter()), noted(call), device, graph=whole, steps=18)
+    assert side.graphs[0].stats.eager_parts, side.graphs[0].last_failure
+
+
 def test_what_changes_behind_the_last_read_is_nobodys_business(device):
     def make(s):
         @eager
