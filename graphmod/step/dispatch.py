@@ -24,7 +24,7 @@ from graphmod.signature.signature import Signature, argument_paths, tensor_key
 from graphmod.step.admission import CANNOT_MOVE, CAPTURE_ANOTHER, IN_USE, UNFINISHED, affordable, choose_tape
 from graphmod.step.arena import Tape
 from graphmod.step.context import Context
-from graphmod.step.eager_parts import CutShort
+from graphmod.step.eager_parts import CutShort, VerifiedParts
 from graphmod.step.entry import Entry
 from graphmod.step.graph import READS_OTHERWISE, StepGraph
 from graphmod.step.group import LOOKS
@@ -496,12 +496,16 @@ def verify(context: Context, entry: Entry, call: Call, recording: Recording) -> 
     began = time.perf_counter()
     context.ran_eagerly()
     context.counters.verified += 1
-    recorder = Recorder(call.leaves, gpu=context.group.gpu)
+    parts = VerifiedParts(recording.parts, recording.guards, context.group.modes)
+    recorder = Recorder(call.leaves, gpu=context.group.gpu, parts=parts)
     alone(context, entry, lambda: record_operations(call, recorder, context.methods.in_place()))
-    difference = recording.script.compare(recorder.trace, recorder.lifted)
+    script, trace = recording.script, recorder.trace
+    difference = script.compare(trace, recorder.lifted)
     context.group.verification.took(time.perf_counter() - began)
-    # A replay would have stopped at another truth value.
-    if difference is not None and not recording.script.reads_otherwise(recorder.trace, recorder.truths):
+    # A replay would have stopped at another truth value, or after such a part.
+    stops = script.reads_otherwise(trace, recorder.truths)
+    stops = stops or (parts.last is not None and script.begins_with(trace[: parts.last]))
+    if difference is not None and not stops:
         context.out_of_date(entry, difference)
     entry.verified()
     return context.eager_result(entry, call)

@@ -369,6 +369,46 @@ class RecordedParts:
         return None
 
 
+class VerifiedParts:
+    """The eager parts of a call that is verified.
+
+    Args:
+        recorded: those of the recorded call; guards: of that.
+        modes: tells the modes of now.
+
+    Attributes:
+        last: how many operations come before the first of them after which no replay would have gone on; None where
+            each would.
+    """
+
+    def __init__(self, recorded: list[RecordedPart], guards: Guards, modes: Callable[[], tuple]) -> None:
+        self._recorded, self._guards, self._modes = iter(recorded), guards, modes
+        self.last: int | None = None
+
+    def after(self, index: int, op: Any, args: tuple, kwargs: dict, result: Any, fresh: list[Tensor]) -> None:
+        """Nothing is captured."""
+
+    def call(self, recorder: Any, function: Callable, args: tuple, kwargs: dict, frame: FrameType, name: str) -> Any:
+        """See `recorder.Parts`."""
+        known, modes, goes_on = next(self._recorded, None), self._modes(), False
+        try:
+            with hidden():
+                result = function(*args, **kwargs)
+                goes_on = known is not None and self._modes() == modes and self._goes_on(known, result)
+            return result
+        finally:
+            if not goes_on and self.last is None:
+                self.last = len(recorder.trace)
+
+    def _goes_on(self, known: RecordedPart, result: Any) -> bool:
+        if self._guards.moved() is not None or self._guards.changed(gradients=False) is not None:
+            return False
+        try:
+            return known.returned is None or _returned(result).outline == known.returned
+        except CaptureRefused:
+            return False
+
+
 # -- in a capture, and in its replays ----------------------------------------------------------------------------------
 class CutShort(Exception):
     """A graph cannot go on after an eager part: the rest of the call is to run eagerly, see `EagerParts.go_on`.

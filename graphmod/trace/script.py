@@ -135,10 +135,12 @@ class Script:
         Args:
             truths: what the call read, by index of the operation.
         """
-        for index in self.late:
-            if index in truths and truths[index] != self.kept[index].result():
-                return all(self.has(at, step) for at, step in enumerate(trace[:index]))
-        return False
+        other = next((at for at in self.late if at in truths and truths[at] != self.kept[at].result()), None)
+        return other is not None and self.begins_with(trace[:other])
+
+    def begins_with(self, trace: list[Step]) -> bool:
+        """Whether the recorded call began with these operations."""
+        return all(self.has(at, step) for at, step in enumerate(trace))
 
     def compare(self, trace: list[Step], lifted: list[Step]) -> str | None:
         """Why these operations of a later call are not those of the recorded one; None where they are.

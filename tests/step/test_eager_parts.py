@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from graphmod import CUDAGraphModule, eager, graph_layers
-from graphmod.errors import EagerPartFailed
+from graphmod.errors import EagerPartFailed, VerificationFailed
 from tests.support import harness
 from tests.support.harness import Side, loss_of, mlp, play, twins
 
@@ -1529,6 +1529,44 @@ def test_a_verified_call_calls_the_part_once(device):
         assert torch.equal(module(x), x * 2 + 1)
     assert meter.values == [2.0 * i for i in range(8)]
     assert module.stats.verified and not module.stats.failures
+
+
+@pytest.mark.parametrize("what", ["raises", "reads", "returns", "freezes", "nothing"])
+def test_a_verified_call_is_not_blamed_where_a_replay_would_end_after_a_part(what, device, tmp_path):
+    """What no guard sees is noticed after a part as well."""
+    weight = nn.Parameter(torch.ones(3, device=device))
+    count, scale, file = 0, 1.0, tmp_path / "file"
+
+    @eager
+    def part():
+        nonlocal count, scale
+        count += 1
+        if count == 9:
+            scale = 2.0 if what == "reads" else 1.0
+            weight.requires_grad_(what != "freezes")
+            file.touch()
+            if what == "raises":
+                raise ValueError
+        return count == 9 and what == "returns"
+
+    def step(x):
+        try:
+            other = part()
+        except ValueError:
+            return x.cos()
+        if other:
+            return x.sin()
+        y = x.tan() if what == "nothing" and os.path.exists(file) else x * scale
+        (y * weight).sum().backward() if weight.requires_grad else x.exp()
+        weight.grad = None
+        return y
+
+    module = CUDAGraphModule(step, config(verify="always"))
+    x = torch.ones(3, device=device)
+    for i in range(9):
+        with pytest.raises(VerificationFailed) if what == "nothing" and i == 8 else contextlib.nullcontext():
+            module(x)
+    assert module.stats.verified > 4 and count == 9
 
 
 # -- parts that are found ----------------------------------------------------------------------------------------------
