@@ -314,8 +314,6 @@ def _reason(error: BaseException, kind: type) -> str:
     reason = str(inner.msg or inner).splitlines()[0]
     if isinstance(inner, InterpolationResolutionError):
         return f"{key} refers to something that is not there: {reason}"
-    if key == "train.loss" and reason.startswith("Cannot assign"):
-        return f"train.loss has settings: write train.loss._target_={inner.value}"
     if reason.endswith("is not Optional") or (inner.value is None and "is not a subclass of" in reason):
         return f"{key} must be {_expected(key, kind)}, got null; leave it out for its default"
     if wrong := _WRONG_KIND.match(reason):

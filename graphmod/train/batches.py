@@ -669,7 +669,7 @@ def make_batches(config: RunConfig, corpus: Data, device: torch.device, dims: An
         rows, held_out = data.batch_size, corpus.held_out
         places = corpus.count - held_out + evenly(held_out, count * rows) if count else np.empty(0)
         evaluation = [corpus.batch(some, (1, rows)) for some in places.reshape(count, rows)]
-        return Batches(sampler, evaluation, corpus.loss_fn if train.loss else corpus.require_loss())
+        return Batches(sampler, evaluation, corpus.loss_fn if train.own_loss else corpus.require_loss())
     training, held_out = split(corpus, data)
     starts = corpus.starts[corpus.starts < len(training)]
     later = corpus.starts[corpus.starts > len(training)] - len(training)

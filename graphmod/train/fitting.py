@@ -19,7 +19,7 @@ from graphmod.train.batches import Batches, Data, Items, described, parts_of
 from graphmod.train.loss import IGNORED, OfRows, count_targets_of, criterion_of, own_logits
 from graphmod.train.model import autocast_dtype, build_model, set_special_tokens
 from graphmod.train.ranks import ALONE, Ranks
-from graphmod.train.settings import CUSTOM, ParallelMode, RunConfig, Scope
+from graphmod.train.settings import CUSTOM, FUSED, ParallelMode, RunConfig, Scope
 from graphmod.train.step import microbatches, on_device
 from graphmod.train.targets import in_words, located, made, named, passes_on
 from graphmod.wrap.layers import find_layers
@@ -55,8 +55,12 @@ def fitted(
         of_data = batches.loss_fn
     else:
         of_data = batches.loss_fn and functools.partial(batches.loss_fn, forward=own_logits)
-    loss_fn, of_logits = _own_loss(config, of_data, device) if config.train.loss else (of_data, of_data)
+    loss_fn, of_logits = _own_loss(config, of_data, device) if config.train.own_loss else (of_data, of_data)
     assert loss_fn is not None
+    if config.train.loss == FUSED:
+        from graphmod.train.fused_loss import fused_loss  # which no other run loads
+
+        loss_fn = fused_loss(model, loss_fn)
     keeps_attention = isinstance(model, PreTrainedModel) and model.config._attn_implementation != NAME
     if own_parts(config) or keeps_attention:
         microbatch = microbatches(on_device(batches.sampler(first), device))[0]
@@ -72,7 +76,7 @@ def fitted(
         _try_loss(model, config, microbatch, tried, averaged)
         if _state(criterion) != before:
             raise ConfigError(
-                f"{named('train.loss', config.train.loss)} keeps something from step to step, which no "
+                f"{named('train.loss', config.train.own_loss)} keeps something from step to step, which no "
                 "checkpoint holds; keep it in a buffer of the model"
             )
     return model, loss_fn
@@ -87,7 +91,7 @@ def _state(criterion: Callable | None) -> list[Any]:
 
 def own_parts(config: RunConfig) -> str:
     """The parts of one's own, as settings name them; empty without any."""
-    parts = {"model": config.model.target, "data": config.data.target, "train.loss": config.train.loss}
+    parts = {"model": config.model.target, "data": config.data.target, "train.loss": config.train.own_loss}
     return ", ".join(named(setting, target) for setting, target in parts.items() if target)
 
 
@@ -149,7 +153,7 @@ def _require_supported(config: RunConfig, model: nn.Module, corpus: Data) -> Non
 
 def _own_loss(config: RunConfig, otherwise: Callable | None, device: torch.device) -> tuple[Callable, Callable | None]:
     """The loss that `train.loss` names, and the same again if it is one of logits that the data's loss takes."""
-    target = config.train.loss
+    target = config.train.own_loss
     said = named("train.loss", target)
     bound_to = () if inspect.isclass(located("train.loss", target)) else ("model", "microbatch")
     found = made("train.loss", target, bound_to=bound_to)

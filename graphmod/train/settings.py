@@ -498,6 +498,9 @@ class DeviceName(StrEnum):
     cuda = "cuda"
 
 
+FUSED = "fused"
+
+
 @dataclass
 class TrainConfig:
     """The loop."""
@@ -507,8 +510,9 @@ class TrainConfig:
     grad_accumulation: int = 1  # microbatches in a step
     precision: Precision = Precision.fp32  # `fp32`, `bf16`, `bf16_mixed` or `fp16_mixed`
     device: DeviceName = DeviceName.auto  # `auto`, `cpu` or `cuda`
-    # `_target_`, the full name of a loss of your own, and arguments for it; empty takes that of the data.
-    loss: dict[str, Any] = field(default_factory=dict)
+    # `fused`, that of the data without ever holding the logits of all tokens; or `_target_`, the full name of a loss of
+    # your own, and arguments for it; empty takes that of the data.
+    loss: Any = field(default_factory=dict)
     seed: int = 0  # of the weights, the data order and dropout
     deterministic: bool = False  # use kernels whose result does not vary from run to run
     # Where points are written: `tensorboard`, `csv`, `wandb`, or a list of them; an empty list is nowhere.
@@ -541,6 +545,11 @@ class TrainConfig:
     # those that the command line does not give.
     resume: str = "none"
 
+    @property
+    def own_loss(self) -> dict[str, Any]:
+        """What `loss` says of a loss of one's own; empty without one."""
+        return {} if self.loss == FUSED else self.loss
+
 
 def _check_log(train: TrainConfig) -> None:
     given = train.log if isinstance(train.log, (list, tuple)) else [train.log]
@@ -567,8 +576,17 @@ def check_resume(train: TrainConfig) -> None:
 def check_train(train: TrainConfig) -> None:
     """Raises ConfigError for numbers outside their range and runs that are not there; makes `train.log` a list."""
     _check_log(train)
-    if train.loss:
-        check_target("train.loss", train.loss)
+    require(
+        train.loss is not None,
+        f"train.loss must be {FUSED} or a set of settings, got null; leave it out for its default",
+    )
+    require(
+        train.loss == FUSED or isinstance(train.loss, dict),
+        f"train.loss must be {FUSED} or have settings, got {train.loss!r}; for a loss of your own write "
+        f"train.loss._target_={train.loss}",
+    )
+    if train.own_loss:
+        check_target("train.loss", train.own_loss)
     at_least("train", train, 1, "steps", "epochs", "grad_accumulation", "log_every", "eval_batches")
     at_least("train", train, 1, "keep_checkpoints", "sample_tokens")
     at_least("train", train, 0, "eval_every", "checkpoint_every", "sample_every", "sample_temperature", "seed")

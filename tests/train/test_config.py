@@ -274,7 +274,7 @@ def test_an_unknown_enum_value_names_the_allowed_ones():
         ("train.precision=null", "train.precision must be one of fp32, bf16, bf16_mixed, fp16_mixed, got null"),
         ("optim.betas=null", "optim.betas must be a list, got null"),
         ("optim.betas=[null,1]", "optim.betas[0] must be a number, got null"),
-        ("train.loss=null", "train.loss must be a set of settings, got null"),
+        ("train.loss=null", "train.loss must be fused or a set of settings, got null"),
         ("train.checkpoint=null", "train.checkpoint must be true or false, got null"),
     ],
 )

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphmod.train import compile as compile_module
 from graphmod.train.batches import PADDING, packed_next_token_loss, padded_next_token_loss
+from graphmod.train.fused_loss import fused_loss
 from graphmod.train.loss import causal_lm_loss, count_targets_of, next_token_loss
 from graphmod.train.run import Evaluation
 from graphmod.train.settings import TrainGraphConfig
@@ -50,9 +51,10 @@ def twin_model():
     return model.eval()  # without dropout
 
 
-def trained(batch, loss_fn, **settings):
+def trained(batch, loss_fn, fused=False, **settings):
     """The loss of a step, and by how much it changed each weight, which with plain SGD of rate 1 is the gradient."""
     model = twin_model()
+    loss_fn = fused_loss(model, loss_fn) if fused else loss_fn
     before = [parameter.detach().clone() for parameter in model.parameters()]
     step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=1.0), loss_fn=loss_fn, config=EAGER, **settings)
     loss = step(batch)

@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from graphmod.errors import ConfigError
 from graphmod.train.batches import PADDING, padded_next_token_loss
+from graphmod.train.fused_loss import fused_loss
 from graphmod.train.loss import targets_counted_by
 from graphmod.train.parallel import shard, whole
 from graphmod.train.settings import TrainGraphConfig
@@ -17,6 +18,7 @@ from tests.support.train_steps import language_model
 SCOPES = ["per_layer", "full_iteration"]
 WHOLE = ["none", "full_iteration"]
 SHARDED = [f"sharded {scope}" for scope in WHOLE]
+FUSED = [f"fused {scope}" for scope in ("none", *SCOPES, *SHARDED)]
 RANKS, STEPS, PARTS = 2, 8, 2
 
 
@@ -30,16 +32,18 @@ def batch_of(step, rank):
     return tokens.masked_fill(torch.arange(13) > lengths[..., None], PADDING)
 
 
-def made(scope, group=None, sharded=False, **settings):
+def made(scope, group=None, sharded=False, fused=False, **settings):
     torch.manual_seed(3 if group is None or sharded else 3 + distributed.get_rank())  # all have the model of the first
     model = language_model(torch.device("cpu"))
+    loss_fn = settings.pop("loss_fn", padded_next_token_loss)
+    if fused:
+        loss_fn = fused_loss(model, loss_fn)
     if sharded:
         mesh = init_device_mesh("cpu", (RANKS,))
         shard(model, mesh, reshard_after_forward=True, dtype=None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), fused=True)
     settings = {"max_grad_norm": 0.5, "nonfinite": "skip", "ema_decay": 0.9, **settings}
     config = TrainGraphConfig(scope=scope)
-    loss_fn = settings.pop("loss_fn", padded_next_token_loss)
     return TrainStep(model.eval(), optimizer, loss_fn=loss_fn, config=config, process_group=group, **settings)
 
 
@@ -108,6 +112,8 @@ def program(rank):
         **{f"bad {scope}": trained_on_a_bad_batch(rank, scope) for scope in scopes},
         **{f"sharded {scope}": trained(rank, scope, sharded=True) for scope in WHOLE},
         **{f"bad sharded {scope}": trained_on_a_bad_batch(rank, scope, sharded=True) for scope in WHOLE},
+        **{f"fused {scope}": trained(rank, scope, fused=True) for scope in scopes},
+        **{f"fused sharded {scope}": trained(rank, scope, sharded=True, fused=True) for scope in WHOLE},
         "another model": says_about_another_model(rank),
         "no group": says_without_its_group(rank),
     }
@@ -127,19 +133,25 @@ def test_a_sharded_model_needs_its_group(found):
     assert "process_group=mesh.get_group()" in found[0]["no group"]
 
 
-@pytest.mark.parametrize("scope", ["none", *SCOPES, *SHARDED])
+@pytest.mark.parametrize("scope", ["none", *SCOPES, *SHARDED, *FUSED])
 def test_ranks_stay_alike(found, scope):
     first, second = (one[scope] for one in found)
     assert first[:3] == second[:3]
 
 
-@pytest.mark.parametrize(("scope", "eager"), [*((scope, "none") for scope in SCOPES), (SHARDED[1], SHARDED[0])])
+EAGER = {**dict.fromkeys(SCOPES, "none"), SHARDED[1]: SHARDED[0]}
+
+
+@pytest.mark.parametrize(
+    ("scope", "eager"),
+    [pair for kind in ("", "fused ") for pair in ((kind + scope, kind + eager) for scope, eager in EAGER.items())],
+)
 def test_graphs_have_the_numbers_of_eager_data_parallel_training(found, scope, eager):
     assert found[0][scope][:3] == found[0][eager][:3]
     assert found[0][scope][3] > 0 and found[0][scope][4] == 0
 
 
-@pytest.mark.parametrize("kind", ["none", "sharded none"])
+@pytest.mark.parametrize("kind", ["none", "sharded none", "fused none", "fused sharded none"])
 def test_the_numbers_are_those_of_one_process_with_all_microbatches(found, kind):
     step, losses, norms = made("none"), [], []
     for index in range(STEPS):
