@@ -64,7 +64,7 @@ from graphmod.guards.values import (
     sort_of,
     state_of_lock,
 )
-from graphmod.ranks.fully_shard import held_between_calls
+from graphmod.ranks.fully_shard import held_between_calls, whole_in_calls
 from graphmod.torch_private import FunctionBase, weak_reference
 from graphmod.trace import dispatch
 from graphmod.trace.garbage import Ages
@@ -431,6 +431,7 @@ class Notes:
         self.iterators: list[tuple[Any, str, tuple]] = []
         self.tensors: dict[int, MetTensor] = {}
         self.between_calls = held_between_calls()
+        self._whole = whole_in_calls()
         self.weakly: set[int] = set()
         self.where: tuple = ("", 0)
         self.frame: types.FrameType | None = None
@@ -927,6 +928,8 @@ class Notes:
             self._kind(value.__self__)
 
     def _tensor(self, tensor: Tensor) -> None:
+        if identity(tensor) in self._whole:
+            return
         known = self.tensors.get(identity(tensor))
         if (known is None or known.tensor is not tensor) and self.ages.is_old(tensor):
             self.tensors[identity(tensor)] = MetTensor(tensor, self.here())

@@ -76,6 +76,13 @@ def held_between_calls() -> dict[int, dict[str, Tensor]]:
     return found
 
 
+def whole_in_calls() -> set[int]:
+    """The whole parameters (by identity) that are given back now: in a call they come to lie somewhere for a while."""
+    groups = (group for group in param_groups() if group.is_sharded)
+    whole = (getattr(parameter, "_unsharded_param", None) for group in groups for parameter in group.fsdp_params)
+    return {identity(tensor) for tensor in whole if tensor is not None}
+
+
 @contextlib.contextmanager
 def as_in_forwards() -> Iterator[None]:
     """Inside, modules hold the parameters that they hold while their forward runs, of which only what kind they are

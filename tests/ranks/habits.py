@@ -508,3 +508,37 @@ def clears_sharded(device, rank, how):
         gradients.swap_for_copy = move
     equal = len(got) == len(expected) and all(map(torch.equal, got, expected))
     return equal, min(called.stats.replays, lean.stats.replays), len(before), called.last_failure
+
+
+class Asking(nn.Linear):
+    """A layer whose own code looks at its weight."""
+
+    def forward(self, x):
+        assert self.weight.shape[1] == x.shape[1]
+        return x @ self.weight.t()
+
+
+def asks_of_sharded(device, rank):
+    """Whether losses are those of an eager twin, and the replays, of a step with parameters of `fully_shard` that code
+    looks at while they are whole."""
+
+    def trained(graphed):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Asking(8, 8, bias=False) for _ in range(3))).to(device)
+        for part in (*model, model):
+            fully_shard(part, mesh=init_device_mesh(device.type, (distributed.get_world_size(),)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x):
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        called = CUDAGraphModule(step) if graphed else step
+        generator = torch.Generator().manual_seed(rank)
+        return [called(torch.randn(4, 8, generator=generator).to(device)).clone() for _ in range(8)], called
+
+    (expected, _), (got, called) = trained(False), trained(True)
+    return all(map(torch.equal, got, expected)), called.stats.replays, called.last_failure

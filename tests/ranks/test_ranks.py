@@ -223,6 +223,11 @@ def test_gradients_of_sharded_parameters_are_cleared_in_any_way(ranks, how):
         assert equal and replays > 4 and not moved, (equal, replays, moved, why)
 
 
+def test_code_may_look_at_sharded_parameters_while_they_are_whole(ranks):
+    for equal, replays, why in ranks.run(habits.asks_of_sharded):
+        assert equal and replays > 3, (equal, replays, why)
+
+
 def test_a_copy_is_trained_by_itself(ranks):
     assert ranks.run(programs.copies) == [True, True]
 
