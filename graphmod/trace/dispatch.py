@@ -162,7 +162,7 @@ def _may_hide(op: Any) -> bool:
 
 
 def _standing_for_others(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """An operation on a DTensor, of which is shown what its class runs."""
+    """An operation on a tensor that stands for others, such as a DTensor, of which is shown what its class runs."""
     recorder = current()
     with KeysExcluded(_KEYS), contextlib.ExitStack() as stack:
         if recorder is not None:
@@ -173,8 +173,9 @@ def _standing_for_others(op: Any, *args: Any, **kwargs: Any) -> Any:
 @functools.cache
 def _register_kernels() -> None:
     """Gives each operation a kernel for the key, where that lies above the key of tensors that stand for others
-    (DTensor): up to torch 2.12. There PyTorch calls no fallback for these, only a kernel of the operation itself, and
-    leaves what their class runs unseen. The kernel has the class run it under a mode that shows that.
+    (DTensor, those of torchao): up to torch 2.12. There PyTorch calls no fallback for these, only a kernel of the
+    operation itself, and leaves what their class runs unseen. The kernel has the class run it under a mode that shows
+    that.
     """
     libraries = {name: torch.library.Library(name, "IMPL") for name in _NAMESPACES}
     for name in operator_names():
@@ -212,6 +213,14 @@ def _of_ranks() -> tuple:
     return tuple(getattr(sys.modules[place], name) for name, place in modules.items() if place in sys.modules)
 
 
+def _others_are_known() -> bool:
+    """Whether a class of tensors that run operations in their own way was loaded, besides those of PyTorch."""
+    kinds: list[type] = [Tensor]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    return any("__torch_dispatch__" in vars(kind) and not kind.__module__.startswith("torch.") for kind in kinds)
+
+
 class Mode(TorchDispatchMode):
     """Shows the operations to a recorder by way of a dispatch mode."""
 
@@ -232,7 +241,7 @@ class Mode(TorchDispatchMode):
 
     @beside_dynamo
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if _any_stands(args, kwargs or {}) and any(issubclass(kind, _of_ranks()) for kind in types):
+        if _any_stands(args, kwargs or {}):
             return NotImplemented  # its class runs others in its place, which are shown
         if current() is None:  # it looks away
             return op(*args, **(kwargs or {}))
@@ -339,7 +348,7 @@ def shown_to(
     """
     keyed = has_key() and (_BELOW_MODES or not dispatch_modes())
     if keyed and not _BELOW_MODES:
-        if _of_ranks() and torch.distributed.is_initialized():
+        if (_of_ranks() and torch.distributed.is_initialized()) or _others_are_known():
             _register_kernels()
         strange = [tensor for tensor in given if is_traceable_wrapper_subclass(tensor)]
         keyed = all(isinstance(tensor, _of_ranks()) for tensor in strange)

@@ -724,3 +724,37 @@ def test_allclose_reads():
         x = torch.full((3,), float(i))
         assert wrapper(x).tolist() == call(x).tolist()
     assert wrapper.stats.replays and not wrapper.stats.failures
+
+
+class Halves(torch.Tensor):
+    """A tensor that stands for two, whose class runs each operation on both."""
+
+    @staticmethod
+    def __new__(cls, one, other):
+        return torch.Tensor._make_wrapper_subclass(cls, one.size(), dtype=one.dtype, device=one.device)
+
+    def __init__(self, one, other):
+        self.halves = one, other
+
+    def __tensor_flatten__(self):
+        return ["one", "other"], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts, context, size, stride):
+        return Halves(parts["one"], parts["other"])
+
+    @classmethod
+    def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
+        parts = [[arg.halves[i] if isinstance(arg, cls) else arg for arg in args] for i in range(2)]
+        return cls(*(op(*part, **(kwargs or {})) for part in parts))
+
+
+def test_tensors_that_stand_for_others_are_made_and_used_in_a_call(device):
+    def step(x):
+        return sum(part.sum() for part in (Halves(x + 1, x * 2) * 3).view(-1).halves)
+
+    captured = CUDAGraphModule(step, config())
+    for i in range(6):
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(i)).to(device)
+        assert torch.equal(captured(x), step(x))
+    assert captured.stats.replays > 1, captured.last_failure
