@@ -23,8 +23,8 @@ WITHIN = {
     ),
     "train": (
         *("folders", "targets", "settings", "attention", "loss", "model", "parallel", "draws", "activations"),
-        *("fused_loss", "compile", "optim", "step", "device", "ranks", "data", "batches", "result", "checkpoint"),
-        *("metrics", "display", "profile", "compare", "resume", "fitting", "auto", "run"),
+        *("fused_loss", "float8", "compile", "optim", "step", "device", "ranks", "data", "batches", "result"),
+        *("checkpoint", "metrics", "display", "profile", "compare", "resume", "fitting", "auto", "run"),
     ),
     "cli": (
         *("start", "errors", "app", "settings", "prompts", "decode", "generate", "serve", "launch", "job", "rank"),

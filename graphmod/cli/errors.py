@@ -26,11 +26,12 @@ from graphmod.errors import GraphmodError
 from graphmod.train.settings import REFUSED_OPTIMIZERS, RunConfig
 from graphmod.words import as_yaml, nearest
 
-# What other programs call a setting -> its last name here, its full name, or, with a value, what to write.
+# What other programs call a setting -> its last name here, its full name, the full names of which a command has one as
+# the first, or, with a value, what to write.
 _ELSEWHERE = {
     **dict.fromkeys(("block_size", "context_length", "max_length", "max_seq_length", "sequence_length"), "seq_len"),
     **dict.fromkeys(("clip_grad", "grad_clip", "gradient_clip_val", "max_norm"), "max_grad_norm"),
-    **dict.fromkeys(("dtype", "torch_dtype", "mixed_precision", "amp"), "precision"),
+    **dict.fromkeys(("dtype", "torch_dtype", "mixed_precision", "amp"), "train.precision or model.precision"),
     **dict.fromkeys(("max_iters", "max_steps", "num_steps"), "steps"),
     **dict.fromkeys(("max_epochs", "num_epochs", "num_train_epochs"), "epochs"),
     **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size"), "batch_size"),
@@ -106,9 +107,11 @@ def _shortened(short: str, words: dict[str, str]) -> str | None:
 
 def _from_elsewhere(last: str, siblings: dict[str, str], anywhere: dict[str, str], names: list[str]) -> str | None:
     """What `last` of another program is here; None where it is nothing, or of a command without that setting."""
-    here = _ELSEWHERE.get(last)
-    if here is None or here.startswith("hydra."):
-        return here if "train" in names else None
+    here, *others = _ELSEWHERE.get(last, "").split(" or ")
+    if others:
+        return next((one for one in (here, *others) if one in names), None)
+    if not here or here.startswith("hydra."):
+        return here if here and "train" in names else None
     key = here.partition("=")[0]
     found = here if key in names else siblings.get(here) or anywhere.get(here)
     # Of `model.file` only that of the same group can be meant, if it has one.

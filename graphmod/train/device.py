@@ -16,7 +16,7 @@ from graphmod.errors import ConfigError
 from graphmod.train.attention import choose_attention
 from graphmod.train.model import transformers_config
 from graphmod.train.optim import learning_rates
-from graphmod.train.settings import CUSTOM, LOCAL, DeviceName, PackingAttention, RunConfig, Scope
+from graphmod.train.settings import CUSTOM, LOCAL, DeviceName, ModelPrecision, PackingAttention, RunConfig, Scope
 from graphmod.words import counted
 
 # -- which one ---------------------------------------------------------------------------------------------------------
@@ -45,6 +45,10 @@ def check_device(config: RunConfig) -> None:
     if model.architecture not in (LOCAL, CUSTOM):
         transformers_config(model, model.vocab_size or 1)
     device = pick_device(train.device)
+    if model.precision is not ModelPrecision.none:
+        from graphmod.train.float8 import check_float8  # which no other run loads
+
+        check_float8(model.precision, device)
     if config.data.packing_attention is PackingAttention.varlen:
         choose_attention(PackingAttention.varlen, device, train.precision, None)
     if graph.backend is BackendName.cuda and device.type != "cuda" and graph.scope is not Scope.none:

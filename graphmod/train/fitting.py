@@ -19,7 +19,7 @@ from graphmod.train.batches import Batches, Data, Items, described, parts_of
 from graphmod.train.loss import IGNORED, OfRows, count_targets_of, criterion_of, own_logits
 from graphmod.train.model import autocast_dtype, build_model, set_special_tokens
 from graphmod.train.ranks import ALONE, Ranks
-from graphmod.train.settings import CUSTOM, FUSED, ParallelMode, RunConfig, Scope
+from graphmod.train.settings import CUSTOM, FUSED, ModelPrecision, ParallelMode, RunConfig, Scope
 from graphmod.train.step import microbatches, on_device
 from graphmod.train.targets import in_words, located, made, named, passes_on
 from graphmod.wrap.layers import find_layers
@@ -45,6 +45,10 @@ def fitted(
     """
     model = build_model(config.model, dims, config.train.precision, device, config.train.seed, corpus.vocab_size)
     _require_supported(config, model, corpus)
+    if config.model.precision is not ModelPrecision.none:
+        from graphmod.train.float8 import use_float8  # which no other run loads
+
+        use_float8(model, config.model.precision, config.parallel.mode.shards)
     if config.train.activation_checkpointing:
         from graphmod.train.activations import recompute_activations  # which no other run loads
 
@@ -126,6 +130,7 @@ def _require_supported(config: RunConfig, model: nn.Module, corpus: Data) -> Non
         "graph=per_layer": config.graph.scope is Scope.per_layer and config.graph.layers is None,
         "train.activation_checkpointing=true": config.train.activation_checkpointing,
         f"parallel={config.parallel.mode}": config.parallel.mode.shards,
+        f"model.precision={config.model.precision}": config.model.precision is not ModelPrecision.none,
     }
     wanted = [what for what, asked in by_layer.items() if asked]
     if wanted and not has_layers(model):

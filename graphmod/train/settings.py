@@ -120,6 +120,15 @@ class LoraSettings:
     merge: bool = False  # also save the whole model with its adapters merged, in the folder `merged` of each checkpoint
 
 
+class ModelPrecision(StrEnum):
+    """Whether layers multiply by their large matrices in 8 bits: `none` do, or all with one scale for each matrix
+    (`fp8`), or with one for each row and column, which is more exact and slower (`fp8_rowwise`)."""
+
+    none = "none"
+    fp8 = "fp8"
+    fp8_rowwise = "fp8_rowwise"
+
+
 @dataclass
 class ModelConfig:
     """The model. A size that an architecture does not have stays null; `local` reads all of them from its folder."""
@@ -144,6 +153,9 @@ class ModelConfig:
     tie_embeddings: bool | None = None  # share the weights of the embedding and the output layer
     # Probability in [0, 1), of all dropout between layers, and in gpt2 of that of attention.
     dropout: float | None = None
+    # `fp8`, or `fp8_rowwise`, more exact and slower: multiply in 8 bits by the large matrices of the layers (torchao);
+    # weights, and all else, stay in `train.precision`. `none` does not.
+    precision: ModelPrecision = ModelPrecision.none
     # What else the config of the architecture in transformers has, by its own names.
     options: dict[str, Any] = field(default_factory=dict)
     # Train low-rank adapters in place of the model's weights (`local` only).
@@ -151,7 +163,8 @@ class ModelConfig:
 
     def given(self) -> dict[str, Any]:
         """The sizes that are not null, by name."""
-        sizes = (one.name for one in fields(self) if one.name not in ("architecture", "target", "options", "lora"))
+        others = ("architecture", "target", "precision", "options", "lora")
+        sizes = (one.name for one in fields(self) if one.name not in others)
         return {name: getattr(self, name) for name in sizes if getattr(self, name) is not None}
 
 
@@ -159,6 +172,13 @@ def check_model(model: ModelConfig) -> None:
     """Raises ConfigError for settings that go with another kind of model, and sizes that do not divide; makes
     `model.path` a folder."""
     _check_lora(model)
+    if model.precision is not ModelPrecision.none:
+        require_library("torchao", "fp8", f"model.precision={model.precision}")
+        require(
+            model.lora.r is None,
+            f"model.precision={model.precision} multiplies by the weights in 8 bits to train them, and model.lora.r="
+            f"{model.lora.r} trains adapters beside them; drop one of them",
+        )
     at_least("model", model, 1, "layers", "hidden_size", "heads", "kv_heads", "head_dim", "intermediate_size")
     at_least("model", model, 1, "max_positions", "vocab_size")
     positive("model", model, "rope_theta")
@@ -725,6 +745,8 @@ def _check_split(config: RunConfig) -> None:
         "optim=sgd, which PyTorch fuses for whole parameters only": config.optim.name is OptimizerName.sgd,
         f"model.lora.r={config.model.lora.r}, whose adapters lie inside the matrices": mode.splits_layers
         and config.model.lora.r,
+        f"model.precision={config.model.precision}, which scales whole matrices": mode.splits_layers
+        and config.model.precision is not ModelPrecision.none,
     }
     for what, wanted in asked.items():
         require(
@@ -743,6 +765,18 @@ def check(config: RunConfig) -> None:
     check_train(train)
     check_parallel(config.parallel)
     _check_split(config)
+    require(
+        config.model.precision is not ModelPrecision.fp8
+        or not config.parallel.mode.shards
+        or graph.scope is not Scope.per_layer,
+        f"parallel={config.parallel.mode} gathers the weights of model.precision=fp8 in 8 bits, which lie elsewhere in "
+        "each step, where graphs of single layers (graph=per_layer) cannot read them; use graph=full_iteration",
+    )
+    require(
+        config.model.precision is ModelPrecision.none or not train.sample_every,
+        f"train.sample_every={train.sample_every} writes text with a model, and with model.precision="
+        f"{config.model.precision} how a token is rounded depends on those beside it; drop one of them",
+    )
     require(
         train.eval_every == 0 or config.data.eval_fraction > 0,
         "train.eval_every asks for evaluations, but data.eval_fraction=0 keeps nothing to evaluate on; "

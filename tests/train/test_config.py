@@ -84,6 +84,7 @@ def test_a_key_without_its_group_names_the_whole_key():
         ("trainsteps=3", "train.steps=3"),
         ("data.block_size=4", "data.seq_len=4"),
         ("dtype=bf16", "train.precision=bf16"),
+        ("model.dtype=bf16", "train.precision=bf16"),
         ("max_steps=9", "train.steps=9"),
         ("buckets=[64,128]", "data.buckets=[64,128]"),
         ("train.gradient_checkpointing=true", "train.activation_checkpointing=true"),
