@@ -2,6 +2,8 @@
 
     python benchmarks/training.py --out benchmarks/results/training.json
     python benchmarks/training.py --shapes small --modes eager,per_layer --steps 50
+    python benchmarks/training.py --shapes vocabulary --modes full_iteration,full_iteration_fused --steps 10
+    python benchmarks/training.py --shapes large,small --modes full_iteration_compiled,full_iteration_compiled_fp8
 
 Needs a GPU. Peers: torch.cuda.make_graphed_callables, torch.compile(mode="reduce-overhead"), tensordict's
 CudaGraphModule (skipped where tensordict is not installed: pip install tensordict).
@@ -24,6 +26,11 @@ SHAPES: dict[str, dict[str, int]] = {
     "batched": {"layers": 12, "width": 768, "batch": 8, "length": 1024},
     "wide": {"layers": 24, "width": 2048, "batch": 1, "length": 1024},
 }
+# What only some modes are for.
+MORE_SHAPES = {
+    "large": {"layers": 24, "width": 2048, "batch": 4, "length": 2048},
+    "vocabulary": {"layers": 16, "width": 2048, "batch": 4, "length": 2048, "vocabulary": 128_256},
+}
 # Mode -> (scope, what torch.compile does inside).
 OURS = {
     "eager": ("none", "none"),
@@ -32,6 +39,12 @@ OURS = {
     "per_layer_compiled": ("per_layer", "default"),
     "full_iteration_compiled": ("full_iteration", "default"),
     "full_iteration_max": ("full_iteration", "max"),
+}
+# With the fused loss, and with matmuls in 8 bits.
+MORE = {
+    "full_iteration_fused": ("full_iteration", "none"),
+    "full_iteration_compiled_fused": ("full_iteration", "default"),
+    "full_iteration_compiled_fp8": ("full_iteration", "default"),
 }
 AUTO = {"auto": "none", "auto_compiled": "default"}
 PEERS = ("make_graphed_callables", "compile_reduce_overhead", "tensordict")
@@ -54,7 +67,7 @@ def build(shape: dict[str, int]) -> tuple[Any, Any]:
         num_hidden_layers=shape["layers"],
         num_attention_heads=width // 64,
         num_key_value_heads=width // 64,
-        vocab_size=VOCABULARY,
+        vocab_size=shape.get("vocabulary", VOCABULARY),
         use_cache=False,
     )
     torch.set_default_dtype(torch.bfloat16)
@@ -74,9 +87,19 @@ def make_step(mode: str, shape: dict[str, int]) -> tuple[Any, Any]:
     from graphmod.train.step import TrainStep, next_token_loss
 
     model, optimizer = build(shape)
-    if mode in OURS:
-        scope, how = OURS[mode]
-        step = TrainStep(model, optimizer, max_grad_norm=1.0, compile=how, config=TrainGraphConfig(scope=scope))
+    if mode in (OURS | MORE):
+        (scope, how), loss_fn = (OURS | MORE)[mode], next_token_loss
+        if mode.endswith("fp8"):
+            from graphmod.train.float8 import use_float8
+            from graphmod.train.settings import ModelPrecision
+
+            use_float8(model, ModelPrecision.fp8, sharded=False)
+        elif mode.endswith("fused"):
+            from graphmod.train.fused_loss import fused_loss
+
+            loss_fn = fused_loss(model)
+        config = TrainGraphConfig(scope=scope)
+        step = TrainStep(model, optimizer, loss_fn=loss_fn, max_grad_norm=1.0, compile=how, config=config)
         return step, lambda: step.stats
 
     if mode in AUTO:
@@ -170,11 +193,13 @@ def work(mode: str, name: str, steps: int) -> dict[str, Any]:
 
     from benchmarks.measure import environment, gpu_busy_ms, memory, time_steps
 
-    shape = SHAPES[name]
+    shape = (SHAPES | MORE_SHAPES)[name]
     step, stats = make_step(mode, shape)
     generator = torch.Generator().manual_seed(1)
     size = (1, shape["batch"], shape["length"] + 1)
-    batches = [torch.randint(0, VOCABULARY, size, generator=generator).pin_memory() for _ in range(8)]
+    batches = [
+        torch.randint(0, shape.get("vocabulary", VOCABULARY), size, generator=generator).pin_memory() for _ in range(8)
+    ]
     losses = []
     torch.cuda.synchronize()
     began = time.perf_counter()
@@ -204,8 +229,8 @@ def work(mode: str, name: str, steps: int) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default=",".join(SHAPES), help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--modes", default=",".join(MODES), help=f"of {', '.join(MODES)}")
+    parser.add_argument("--shapes", default=",".join(SHAPES), help=f"of {', '.join(SHAPES | MORE_SHAPES)}")
+    parser.add_argument("--modes", default=",".join(MODES), help=f"of {', '.join((*MODES, *MORE))}")
     parser.add_argument("--steps", type=int, default=40, help="timed steps, twice")
     parser.add_argument(
         "--out", type=Path, help="write the results there as JSON, beside those of other shapes and modes"
@@ -214,8 +239,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.worker:
         return tell(work(*options.worker, options.steps))
-    shapes = chosen(parser, options.shapes, SHAPES, "--shapes")
-    modes = chosen(parser, options.modes, MODES, "--modes")
+    shapes = chosen(parser, options.shapes, SHAPES | MORE_SHAPES, "--shapes")
+    modes = chosen(parser, options.modes, (*MODES, *MORE), "--modes")
     if not gpu_is_there():
         return 2
     failed = False
