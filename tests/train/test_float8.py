@@ -168,7 +168,13 @@ def test_a_sharded_run_resumes_with_the_bits_of_one_that_never_stopped(found):
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_step_in_8_bits_is_captured(library, tiny, tmp_path):
-    sizes = ["model.hidden_size=1088", "model.heads=17", "model.intermediate_size=2176", "data.batch_size=16"]
+    sizes = [
+        "model.hidden_size=1088",
+        "model.heads=17",
+        "model.kv_heads=17",
+        "model.intermediate_size=2176",
+        "data.batch_size=16",
+    ]
     settings = ["train.device=cuda", "train.precision=bf16", "data.seq_len=64", *sizes]
     eager, graphed = (
         train(tiny("model.precision=fp8", f"graph={scope}", *settings), tmp_path / scope)
