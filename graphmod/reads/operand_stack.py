@@ -6,7 +6,7 @@ the stack reaches is worked out, once for each code: `depths`.
 
 import dis
 import sys
-from ctypes import c_size_t, cast, py_object, sizeof
+from ctypes import POINTER, c_size_t, c_void_p, cast, py_object, sizeof
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -22,7 +22,12 @@ _ENDS = {
 }
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
 _word_at = c_size_t.from_address
-_some = [py_object * count for count in range(16)]
+# What lies in memory, by the number of the word, counted from 1 because ctypes takes 0 for a null pointer: an array at
+# an address would be made anew each time, and told to audit hooks, as calls of `id` are.
+_words, _objects = (cast(c_void_p(_WORD), POINTER(kind)) for kind in (c_size_t, py_object))
+_number_of = object.__hash__  # the address, rotated by four bits, which are 0
+_BESIDE = 0 if sys.version_info < (3, 13) else 1  # where among the operands of a call there may be no object
+_BODY_AT, _VARIABLES_AT = _BODY // _WORD - 1, _VARIABLES // _WORD - 1
 
 
 class Nothing:
@@ -41,19 +46,14 @@ def top(frame: FrameType, count: int, reach: int) -> list[Any]:
     Args:
         reach: how far the stack reaches at this instruction, as `depths` has it.
     """
-    variables = _word_at(id(frame) + _BODY).value + _VARIABLES
-    cells = (_some[count] if count < 16 else py_object * count).from_address(variables + (reach - count) * _WORD)
-    try:
-        return cells[:]
-    except ValueError:
-        return [_or_nothing(cells, at) for at in range(count)]
-
-
-def _or_nothing(cells: Any, at: int) -> Any:
-    try:
-        return cells[at]
-    except ValueError:
-        return Nothing
+    end = _words[_number_of(frame) * 2 + _BODY_AT] // _WORD + _VARIABLES_AT + reach
+    start = end - count
+    if count == 1:
+        return [_objects[start]]
+    at = start + _BESIDE
+    if _words[at]:
+        return _objects[start:end]
+    return [*_objects[start:at], Nothing, *_objects[at + 1 : end]]
 
 
 def _variables_of(code: CodeType) -> int:
