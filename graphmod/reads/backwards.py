@@ -167,7 +167,7 @@ class _Watch(Frames):
     # -- see `Frames` --------------------------------------------------------------------------------------------
 
     @beside_dynamo
-    def _entered(self, frame: types.FrameType) -> int | events.Plan:
+    def _entered(self, frame: types.FrameType, code: types.CodeType) -> int | events.Plan:
         if self._other is not None:
             return events.NOTHING
         task = current_backward()
@@ -175,9 +175,9 @@ class _Watch(Frames):
             self.stop()  # an error has ended the backward, of which nobody tells
             return events.NOTHING
         if from_engine := frame.f_back is self._engine:
-            ours = frame.f_code.co_filename.startswith(CORE)  # hooks of this package, which change nothing that matters
+            ours = code.co_filename.startswith(CORE)  # hooks of this package, which change nothing that matters
             call = None if ours else self._runs_now()
-            if call is None or frame.f_code is call.around:
+            if call is None or code is call.around:
                 self._other = frame
                 if not ours:
                     self._leave()
@@ -189,9 +189,9 @@ class _Watch(Frames):
             self.notes.ages.made |= _given_to(frame)
         if self._call is None:
             return events.NOTHING
-        if frame.f_code is _ACCUMULATES:
+        if code is _ACCUMULATES:
             self._call.nested(frame)
-        told = super()._entered(frame)
+        told = super()._entered(frame, code)
         if isinstance(told, dict):
             self._call.enter()
         if from_engine and self._function is None and dispatch.current() is None:

@@ -34,10 +34,10 @@ kept here of it. It is the same for all frames of a code."""
 class Told(Protocol):
     """Who is told. What these raise would be raised in the code that runs."""
 
-    def entered(self, frame: FrameType) -> int | Plan:
-        """A frame begins, or goes on. Returns what is to be told of it."""
+    def entered(self, frame: FrameType, code: CodeType) -> int | Plan:
+        """A frame, of a piece of code, begins or goes on. Returns what is to be told of it."""
 
-    def step(self, frame: FrameType, planned: Any, /) -> None:
+    def step(self, frame: FrameType, code: CodeType, planned: Any, /) -> None:
         """A frame is about to run an instruction of which the plan has `planned`."""
 
     def left(self, frame: FrameType) -> None:
@@ -120,7 +120,7 @@ class _Traced(_Watch):
         if self.late is not None and not frame.f_code.co_flags & CO_GENERATOR:
             self.raise_late()
         try:  # in this frame: there are many
-            wanted = self.told.entered(frame)
+            wanted = self.told.entered(frame, frame.f_code)
         except BaseException as error:
             wanted = self.put_off(error, frame)
         if isinstance(wanted, int) and wanted != END:
@@ -148,7 +148,7 @@ class _Traced(_Watch):
             if event == "opcode":
                 found = planned(frame.f_lasti)
                 if found is not None:
-                    told.step(frame, found)
+                    told.step(frame, frame.f_code, found)
             elif event == "return":
                 left(frame)
 
@@ -244,7 +244,7 @@ def _began(code: CodeType, _: int, *thrown: Any) -> Any:
     if watch.late is not None and not code.co_flags & CO_GENERATOR:
         watch.raise_late()
     try:  # in this frame: there are many
-        wanted = watch.told.entered(frame)
+        wanted = watch.told.entered(frame, code)
     except BaseException as error:
         wanted = watch.put_off(error, frame)
     if wanted is not NOTHING and wanted is not NEVER:
@@ -263,7 +263,7 @@ def _ended(_: CodeType, offset: int, value: Any) -> None:
 
 
 @beside_dynamo
-def _at_instruction(_: CodeType, offset: int) -> Any:
+def _at_instruction(code: CodeType, offset: int) -> Any:
     watch = _of_thread.watch
     if watch is not None and not watch.over:
         frame = sys._getframe(1)
@@ -272,7 +272,7 @@ def _at_instruction(_: CodeType, offset: int) -> Any:
             planned = plan.get(offset)
             if planned is None:
                 return _monitoring.DISABLE  # until somebody asks anew for the instructions of this code
-            watch.told.step(frame, planned)
+            watch.told.step(frame, code, planned)
     return None
 
 

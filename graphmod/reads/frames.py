@@ -132,9 +132,8 @@ def _mutes(filename: str, name: str) -> bool:
     return said or any(part in filename for part in parts)
 
 
-def _is_dynamos_guard(frame: FrameType) -> bool:
+def _is_dynamos_guard(frame: FrameType, code: CodeType) -> bool:
     """Whether a frame is of a comparison that dynamo has written out in Python, which is made before compiled code."""
-    code = frame.f_code
     return (
         code.co_name == "guard" and code.co_filename == "<string>" and frame.f_globals.keys() <= {"G", "__builtins__"}
     )
@@ -165,13 +164,15 @@ def _of_stdlib(filename: str) -> bool:
     return filename.startswith("<frozen") or (filename.startswith(STDLIB) and "-packages" not in filename)
 
 
-def _for_nobody(frame: FrameType) -> bool:
+def _for_nobody(frame: FrameType, code: CodeType) -> bool:
     """Whether a frame is of the standard library, or of what in torch others use likewise, and looks up for PyTorch's
     machinery, or for this package's, what that keeps there: the environment, weak dictionaries, random states."""
-    caller: FrameType | None = frame
+    if not _serves_others(code.co_filename):
+        return False
+    caller = frame.f_back
     while caller is not None and _serves_others(caller.f_code.co_filename):
         caller = caller.f_back
-    if caller is None or caller is frame:
+    if caller is None:
         return False
     filename = caller.f_code.co_filename
     return filename.startswith((TORCH, CORE)) and not _watched(filename)
@@ -205,10 +206,10 @@ def _can_peek() -> bool:
     plan = {step.offset: reach[step.offset] for step in steps if step.opname == "IS_OP"}
 
     class Probe:
-        def entered(self, frame: FrameType) -> int | events.Plan:
-            return plan if frame.f_code is asked.__code__ else events.NOTHING
+        def entered(self, frame: FrameType, code: CodeType) -> int | events.Plan:
+            return plan if code is asked.__code__ else events.NOTHING
 
-        def step(self, frame: FrameType, planned: int) -> None:
+        def step(self, frame: FrameType, code: CodeType, planned: int) -> None:
             found.append(lies_there(frame, one, two, asked, planned))
 
         def left(self, frame: FrameType) -> None:
@@ -265,23 +266,23 @@ class Frames:
         self._before = self._muted = None
 
     @beside_dynamo
-    def entered(self, frame: FrameType) -> int | events.Plan:
+    def entered(self, frame: FrameType, code: CodeType) -> int | events.Plan:
         """See `events.Told`, as for the rest."""
         self.heard = True
         passed_over = _passed_over.get(identity(frame.f_code))
         if passed_over is not None:
             return passed_over
         try:
-            return self._entered(frame)
+            return self._entered(frame, code)
         except Exception as error:  # which would be raised in the code that is watched
             let_through(error)
-            log.debug("%s cannot be followed", frame.f_code, exc_info=error)
-            self.missed = self.missed or f"{frame.f_code.co_name} cannot be followed: {error}"
+            log.debug("%s cannot be followed", code, exc_info=error)
+            self.missed = self.missed or f"{code.co_name} cannot be followed: {error}"
             return events.NOTHING
 
     @beside_dynamo
-    def _entered(self, frame: FrameType) -> int | events.Plan:
-        code, notes = frame.f_code, self.notes
+    def _entered(self, frame: FrameType, code: CodeType) -> int | events.Plan:
+        notes = self.notes
         written = code in self._written if self._written else False
         if code.co_name in _AT_THE_END and code.co_argcount and self._muted is None:
             owner = events.variable(frame, code.co_varnames[0])
@@ -308,11 +309,11 @@ class Frames:
         elif written:
             notes.where = (code, frame.f_lineno)
             notes.try_to(notes.compiled, frame)
-        if self._muted is None and (_mutes(code.co_filename, code.co_name) or _is_dynamos_guard(frame)):
+        if self._muted is None and (_mutes(code.co_filename, code.co_name) or _is_dynamos_guard(frame, code)):
             self._muted = frame
             return events.END
         found = None if self._muted is not None else _plan_of(code)
-        if found is None or (not written and _for_nobody(frame)):
+        if found is None or (not written and _for_nobody(frame, code)):
             return events.NOTHING
         if code.co_freevars or not is_library(code.co_filename):  # else nothing of the function is noted
             self._note_function(frame)

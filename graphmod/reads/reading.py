@@ -106,14 +106,14 @@ class Reading:
         self._draws = notes.chance.draws
         self._globals: set[tuple[int, str, str]] = set()  # which were looked at: identity of the dict, name, file
 
-    def step(self, frame: FrameType, step: Step) -> None:
+    def step(self, frame: FrameType, code: CodeType, step: Step) -> None:
         """An instruction of a frame is about to run."""
         do, count, argument, reach, line = step
         notes, draws = self._notes, self._draws
-        notes.where, notes.frame = (frame.f_code, line), frame
+        notes.where, notes.frame = (code, line), frame
         try:
             values = top(frame, count, reach) if count else []
-            if draws is not None and draws.floats and frame.f_code.co_filename != _RANDOM:
+            if draws is not None and draws.floats and code.co_filename != _RANDOM:
                 draws.used(values, argument if do is Reading.compare else None, notes.ages.is_old)
             do(self, frame, argument, values)
         except Exception as error:  # what code uses may be of any kind; the user's call goes on
@@ -164,7 +164,7 @@ class Reading:
     # -- variables -----------------------------------------------------------------------------------------------
 
     def global_variable(self, frame: FrameType, name: str, values: Any) -> None:
-        held, file = frame.f_globals, frame.f_code.co_filename
+        held, file = frame.f_globals, self._notes.where[0].co_filename
         where = identity(held), name, file
         if where not in self._globals:
             self._globals.add(where)
@@ -312,8 +312,9 @@ class Reading:
         else:
             function = one
             given.insert(0, other)
-        if not named and frame.f_code.co_filename != _RANDOM:
-            self._notes.chance.draw(function, given, self._notes.where, self._notes.ages.is_old)
+        where = self._notes.where
+        if not named and where[0].co_filename != _RANDOM:
+            self._notes.chance.draw(function, given, where, self._notes.ages.is_old)
         self.called(function, given)
 
     def call_with_names(self, frame: FrameType, argument: Any, values: list) -> None:

@@ -48,16 +48,16 @@ class Check:
         steps = list(dis.get_instructions(code))
         return depths(code, steps), {step.offset: step for step in steps}
 
-    def entered(self, frame):
-        if frame.f_code not in self.plans:
+    def entered(self, frame, code):
+        if code not in self.plans:
             return events.NOTHING
-        return {offset: offset for offset in self.plans[frame.f_code][1][1]}
+        return {offset: offset for offset in self.plans[code][1][1]}
 
     def left(self, frame):
         pass
 
-    def step(self, frame, offset):
-        reach, steps = self.plans[frame.f_code][1]
+    def step(self, frame, code, offset):
+        reach, steps = self.plans[code][1]
         step = steps[offset]
         if step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             self._check(frame, step, hasattr(top(frame, 1, reach[offset])[0], step.argval))
