@@ -68,7 +68,7 @@ _CALL = nn.Module._call_impl.__code__
 _MACHINERY = {
     *(one.__code__ for one in vars(weakref.finalize).values() if isinstance(one, FunctionType)),  # counts itself
     *(nn.Module._wrapped_call_impl.__code__, nn.Module.__getattr__.__code__, nn.Module.__setattr__.__code__),
-    nn.Module.__delattr__.__code__,
+    *(nn.Module.__delattr__.__code__, torch.Tensor.__hash__.__code__),
 }
 # The code that makes one of a named tuple is given what it holds, and would have a note keep that alive: all that
 # `fully_shard` gathers, for example.
@@ -101,13 +101,12 @@ _walks = frozenset(map(identity, _WALKS))
 _ON_THE_WAY = (dispatch._fallback, dispatch.current, dispatch._kernel, dispatch._any_stands, untraced)
 _OPERATIONS = {one.__code__ for one in (*_ON_THE_WAY, OpOverload.__call__)}
 _OPERATIONS |= {one for code in list(_OPERATIONS) for one in code.co_consts if isinstance(one, CodeType)}
-_passed_over = {identity(one): events.NOTHING for one in _MACHINERY}
-_passed_over |= {identity(one): events.NEVER for one in _OPERATIONS}
+_passed_over = frozenset(map(identity, _MACHINERY | _OPERATIONS))
 _EXCHANGES = torch.utils.swap_tensors.__code__
 _starts_threads = {identity(threading.Thread.start.__code__), identity(ThreadPoolExecutor.submit.__code__)}
 
 # Methods of what works on a model's parameters or results, beside the computation: optimizers, averages, metrics.
-_AT_THE_END = ("step", "update", "compute", "unscale_", "update_parameters", "step_update", "zero_grad")
+_AT_THE_END = {"step", "update", "compute", "unscale_", "update_parameters", "step_update", "zero_grad"}
 
 NOT_TOLD = (
     "this thread's trace functions are suspended, or other tools (a debugger, a profiler) hold all places of "
@@ -269,9 +268,8 @@ class Frames:
     def entered(self, frame: FrameType, code: CodeType) -> int | events.Plan:
         """See `events.Told`, as for the rest."""
         self.heard = True
-        passed_over = _passed_over.get(identity(frame.f_code))
-        if passed_over is not None:
-            return passed_over
+        if identity(code) in _passed_over:
+            return events.NEVER
         try:
             return self._entered(frame, code)
         except Exception as error:  # which would be raised in the code that is watched
