@@ -29,6 +29,7 @@ NEVER, NOTHING, END = range(3)
 Plan = dict[int, Any]
 """What is to be told of a frame whose instructions matter, besides its end: those at these offsets, each with what is
 kept here of it. It is the same for all frames of a code."""
+_JUST_THE_END: Plan = {}
 
 
 class Told(Protocol):
@@ -123,22 +124,14 @@ class _Traced(_Watch):
             wanted = self.told.entered(frame, frame.f_code)
         except BaseException as error:
             wanted = self.put_off(error, frame)
-        if isinstance(wanted, int) and wanted != END:
+        if wanted is NOTHING or wanted is NEVER:
             return None
-        frame.f_trace_lines = False
-        if isinstance(wanted, int):
-            return self._end
-        frame.f_trace_opcodes = True
-        follower = self._followers.get(identity(wanted))
+        plan = _JUST_THE_END if isinstance(wanted, int) else wanted
+        frame.f_trace_lines, frame.f_trace_opcodes = False, bool(plan)
+        follower = self._followers.get(identity(plan))
         if follower is None:
-            follower = self._followers[identity(wanted)] = self._follower(wanted)
+            follower = self._followers[identity(plan)] = self._follower(plan)
         return follower
-
-    @beside_dynamo
-    def _end(self, frame: FrameType, event: str, value: Any) -> Any:
-        if event == "return":
-            self.left(frame)
-        return self._end
 
     def _follower(self, plan: Plan) -> Callable:
         told, left, planned = self.told, self.left, plan.get
