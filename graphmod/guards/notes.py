@@ -421,6 +421,7 @@ class Notes:
         gradient_at: where code first looked at, or set, the gradient of a leaf tensor.
         of_classes: identity of the attributes of a class -> the view of them that notes are on.
         taken: those locks, by identity, that code has taken.
+        callers: by identity of frames that run, the user's code and line that led there.
         told_apart: the addresses of tensors of which code asked whether they are others.
     """
 
@@ -450,7 +451,7 @@ class Notes:
         self._kinds: dict[int, type] = {}  # kept, so that their identities stay theirs
         self._in_c: dict[tuple[int, str], OpaqueModule | Cached | Answer] = {}
         self._subclasses = Subclasses()
-        self._place: tuple[tuple, tuple] = (), ()  # the last `where`, and what `here` gave for it
+        self.callers: dict[int, tuple] = {}
         self._functions: dict[int, types.FunctionType] = {}
         self._first: dict[tuple[int, Any], Note] = {}  # notes by identity of the container, and key
         self._deep: dict[int, Any] = {}
@@ -858,14 +859,14 @@ class Notes:
 
     def here(self) -> tuple:
         """The code and line that reads now; if they are a library's, also those of the user's that had called it."""
-        frame = self.frame
-        if frame is None:
-            return self.where
-        if self._place[0] is not self.where:
-            library = is_library(frame.f_code.co_filename)
-            frame = users(frame) if library else None
-            self._place = self.where, self.where if frame is None else (*self.where, (frame.f_code, frame.f_lineno))
-        return self._place[1]
+        frame, where = self.frame, self.where
+        if frame is None or not is_library(where[0].co_filename):
+            return where
+        name = identity(frame)
+        if name not in self.callers:
+            outer = users(frame)
+            self.callers[name] = () if outer is None else ((outer.f_code, outer.f_lineno),)
+        return where + self.callers[name]
 
     def _note(self, owner: Any, place: Place) -> None:
         try:

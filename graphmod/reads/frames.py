@@ -293,12 +293,10 @@ class Frames:
         elif identity(code) in _walks:
             notes.try_to(notes.walked, events.variable(frame, "self"))
         elif identity(code) in _groups and self._goes_through_group(frame):
-            return events.NOTHING
+            return events.END
         elif code is _CLEARS and type(vars(events.variable(frame, "self")).get("param_groups")) is list:
-            notes.where, notes.frame = (code, frame.f_lineno), frame
-            notes.try_to(self._reading.clears, events.variable(frame, "self"))
-            notes.frame = None
-            return events.NOTHING
+            self._note(frame, self._reading.clears, events.variable(frame, "self"))
+            return events.END
         elif code is _EXCHANGES:
             notes.try_to(notes.exchanged, *_two_given(frame))
         elif identity(code) in _starts_threads:
@@ -314,35 +312,36 @@ class Frames:
         if found is None or (not written and _for_nobody(frame, code)):
             return events.NOTHING
         if code.co_freevars or not is_library(code.co_filename):  # else nothing of the function is noted
-            self._note_function(frame)
+            self._note_function(frame, code)
         return found
 
     def _goes_through_group(self, frame: FrameType) -> bool:
         """Notes what code reads that goes through an optimizer's group, if that is kept as torch keeps it."""
-        code, notes, (optimizer, group) = frame.f_code, self.notes, _two_given(frame)
+        code, (optimizer, group) = frame.f_code, _two_given(frame)
         if type(group) is not dict or not isinstance(vars(optimizer).get("state"), dict):
             return False
-        notes.where, notes.frame = (code, frame.f_lineno), frame
         keys = [one for one in code.co_consts if type(one) is str]
-        notes.try_to(self._reading.group, code.co_names, keys, optimizer, group)
-        notes.frame = None
+        self._note(frame, self._reading.group, code.co_names, keys, optimizer, group)
         return True
 
-    def _note_function(self, frame: FrameType) -> None:
+    def _note_function(self, frame: FrameType, code: CodeType) -> None:
         """Notes what belongs to a function that is about to run, whoever called it."""
-        code, notes = frame.f_code, self.notes
-        notes.where, notes.frame = (code, frame.f_lineno), frame
-        try:
-            function = function_of(frame)
-            if function is not None:
-                notes.try_to(notes.function, function)
-                if code.co_name.startswith("__") and code.co_argcount:  # which Python may have found by itself
-                    notes.try_to(notes.special, events.variable(frame, code.co_varnames[0]), function)
-        finally:
-            notes.frame = None
+        function = function_of(frame)
+        if function is not None:
+            self._note(frame, self.notes.function, function)
+            if code.co_name.startswith("__") and code.co_argcount:  # which Python may have found by itself
+                self._note(frame, self.notes.special, events.variable(frame, code.co_varnames[0]), function)
+
+    def _note(self, frame: FrameType, note: Callable, *seen: Any) -> None:
+        """Notes something that a frame reads which is about to run."""
+        notes = self.notes
+        notes.where, notes.frame = (frame.f_code, frame.f_lineno), frame
+        notes.try_to(note, *seen)
+        notes.frame = None
 
     @beside_dynamo
     def left(self, frame: FrameType) -> None:
+        self.notes.callers.pop(identity(frame), None)  # another may lie where it lay, or go on with it
         if frame is self._muted:
             self._muted = None
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from graphmod import CUDAGraphModule
 from graphmod.reads import frames
+from graphmod.reads.frames import noting
 from graphmod.reads.reading import Reading
 from graphmod.signature.call import Call
 from graphmod.step.recording import record
@@ -33,6 +34,20 @@ def test_code_that_dynamo_wrote_is_followed_as_any_other(device):
         scale[0] = 2.0 if step < 6 else 3.0
         assert wrapper(x).tolist() == [scale[0] * 2] * 3
     assert wrapper.stats.replays > 4
+
+
+def test_a_read_in_a_library_is_told_with_the_users_line_that_led_there():
+    one, two = collections.UserDict(a=1), collections.UserDict(a=2)
+
+    def step():
+        first = one["a"]
+        return first + two["a"]  # by the same code, in a frame that may lie where the other lay
+
+    with noting(step) as notes:
+        step()
+    lines = {note.owner["a"]: note.where[2][1] for note in notes.notes.values() if note.key == "a"}
+    first = step.__code__.co_firstlineno + 1
+    assert lines == {1: first, 2: first + 1}
 
 
 def test_an_error_in_following_code_is_no_error_of_the_program(device, monkeypatch):
