@@ -790,6 +790,7 @@ class Follower(Recorder):
     Attributes:
         kept_at: the addresses of tensors of the recorded call, and of results of eager parts, that it goes on to use.
         flags: what the call reads late (`Script.late`), each with the truth value that it went by.
+        graph: what the capture makes.
 
     Args:
         inputs, generators, parts: see `Recorder`.
@@ -818,8 +819,8 @@ class Follower(Recorder):
         self.flags: list[tuple[Tensor, bool]] = []
         self._refused: str | None = None
         self._communicated, self._copies = False, True
-        self._graph = Graph() if graph is None else graph
-        self._after = [one for one in (self._graph.after, observing.by) if one is not None]
+        self.graph = Graph() if graph is None else graph
+        self._after = [one for one in (self.graph.after, observing.by) if one is not None]
         if parts is not None:
             self._after.append(lambda op, *seen: parts.after(self.number_of(op), op, *seen))
         # Index of an operation -> makes the memory that its result is to be computed into.
@@ -828,18 +829,13 @@ class Follower(Recorder):
 
     def finish(self) -> "Follower":
         """Lets go of the graph, so that the record keeps nothing alive but the tensors from outside."""
-        self._graph, self._after = Graph(), []
+        self.graph, self._after = Graph(), []
         self._sizes.clear()
         self._into, self._made_by = {}, {}
         return self
 
     def _is_compared_here(self, tensor: Tensor, name: str, reason: Reason) -> bool:
         return self.script is not None and len(self.trace) in self.script.read_at
-
-    @property
-    def graph(self) -> Graph:
-        """What the capture makes."""
-        return self._graph
 
     # -- refusals ------------------------------------------------------------------------------------------------
 
@@ -919,7 +915,7 @@ class Follower(Recorder):
         """As in an eager call; the graph has to do the same."""
         followed = super().note_resized(storage, before)
         if followed:
-            self._graph.resized(storage)
+            self.graph.resized(storage)
         return followed
 
     def before_communicating(self) -> None:
@@ -927,10 +923,10 @@ class Follower(Recorder):
         if not self._communicated:
             self._communicated = True
             with beside_the_call():
-                self._graph.before_collective()
+                self.graph.before_collective()
 
     def before_write(self, tensor: Tensor) -> None:
-        self._graph.before_write(tensor)
+        self.graph.before_write(tensor)
 
     def after_part(self, results: Iterable[Tensor], given: Iterable[Tensor]) -> None:
         """As in an eager call; of the results there are copies, which every replay writes."""
@@ -991,7 +987,7 @@ class Follower(Recorder):
     def _execute(self, one: Operation) -> Any:
         op, args, kwargs = one.step.op, one.args, one.kwargs
         if one.about.collective:
-            return self._graph.collective(op, args, kwargs)
+            return self.graph.collective(op, args, kwargs)
         into = self._into.get(one.index)
         if into is not None and op in _INTO:
             with hidden():
@@ -1000,5 +996,5 @@ class Follower(Recorder):
             if size(*args, **kwargs) == target.size():
                 self._computed_into = address(target)
                 return write(*args, **kwargs, out=target)
-        with self._graph.around((*args, *kwargs.values())) if one.about.lists else nullcontext():
+        with self.graph.around((*args, *kwargs.values())) if one.about.lists else nullcontext():
             return _do(op, args, kwargs)
