@@ -447,10 +447,6 @@ def _attribute(reading: Reading, function: Any, given: list) -> None:
         reading.attribute_of(given[0], given[1])
 
 
-def _dict_of(reading: Reading, function: Any, given: list) -> None:
-    reading.attribute_of(given[0], "__dict__")
-
-
 def _attributes_named(reading: Reading, function: Any, given: list) -> None:
     for name in function.__reduce__()[1]:
         _go_along(reading, given[0], [(".", part) for part in name.split(".")])
@@ -475,10 +471,6 @@ def _formatted(reading: Reading, function: Any, given: list) -> None:
             _go_along(reading, value, _PARTS.findall(field))
 
 
-def _method_named(reading: Reading, function: Any, given: list) -> None:
-    reading._notes.attribute(given[0], function.__reduce__()[1][0])
-
-
 def _items_named(reading: Reading, function: Any, given: list) -> None:
     for key in function.__reduce__()[1]:
         reading._item(given[0], key)
@@ -487,14 +479,6 @@ def _items_named(reading: Reading, function: Any, given: list) -> None:
 def _number(reading: Reading, function: Any, given: list) -> None:
     if reading._draws is not None and isinstance(given[0], Tensor):
         reading._draws.expected = given[0]
-
-
-def _told_apart(reading: Reading, function: Any, given: list) -> None:
-    reading.tell_apart(None, None, given)
-
-
-def _of_system(reading: Reading, function: Any, given: list) -> None:
-    reading._notes.chance.ask_system(reading._notes.here())
 
 
 def _kind_asked(reading: Reading, function: Any, given: list) -> None:
@@ -516,19 +500,11 @@ def _length(reading: Reading, function: Any, given: list) -> None:
         reading._notes.asked(given[0], f"the length of one {kind.__name__}", kind.__len__)
 
 
-def _asks_lock(reading: Reading, function: Any, given: list) -> None:
-    reading._notes.asks_lock(given[0])
-
-
 def _takes_lock(reading: Reading, function: Any, given: list) -> None:
     """With arguments it may give up, and says so: then it asks."""
     if len(given) > 1:
         reading._notes.asks_lock(given[0])
     reading._notes.takes_lock(given[0])
-
-
-def _gives_lock_back(reading: Reading, function: Any, given: list) -> None:
-    reading._notes.gives_lock_back(given[0])
 
 
 def _by_address(reading: Reading, function: Any, given: list) -> None:
@@ -540,10 +516,6 @@ def _warns(reading: Reading, function: Any, given: list) -> None:
     if reading._notes.ages.is_old(warnings.filters):
         reading._notes.attribute(warnings, "filters")
     reading.use(warnings.filters)
-
-
-def _names_of(reading: Reading, function: Any, given: list) -> None:
-    reading._notes.all_attributes(given[0])
 
 
 def _mapped(reading: Reading, function: Any, given: list) -> None:
@@ -562,15 +534,19 @@ _FIELDS, _PARTS = re.compile(r"\{([^{}!:]+)"), re.compile(r"([.\[])([^.\[\]]+)")
 _BY_NAME = (getattr, hasattr, setattr, delattr, object.__getattribute__, object.__setattr__, object.__delattr__)
 _in_c: dict[int, Callable] = {  # by identity of the function
     **{identity(one): _attribute for one in (*_BY_NAME, type.__getattribute__)},
-    identity(vars): _dict_of,
+    identity(vars): lambda reading, _, given: reading.attribute_of(given[0], "__dict__"),
     identity(len): _length,
     identity(map): _mapped,
-    identity(dir): _names_of,
-    identity(id): _told_apart,
+    identity(dir): lambda reading, _, given: reading._notes.all_attributes(given[0]),
+    identity(id): lambda reading, _, given: reading.tell_apart(None, None, given),
     **{identity(one): _kind_asked for one in (isinstance, issubclass)},
     **{
         identity(vars(kind)[name]): reads
-        for names, reads in ((_LOCKED, _asks_lock), (_ACQUIRE, _takes_lock), (_RELEASE, _gives_lock_back))
+        for names, reads in (
+            (_LOCKED, lambda reading, _, given: reading._notes.asks_lock(given[0])),
+            (_ACQUIRE, _takes_lock),
+            (_RELEASE, lambda reading, _, given: reading._notes.gives_lock_back(given[0])),
+        )
         for kind in LOCKS
         for name in vars(kind).keys() & names
     },
@@ -580,12 +556,18 @@ _in_c: dict[int, Callable] = {  # by identity of the function
     **{identity(one): _formatted for one in (str.format, str.format_map)},
     identity(float): _number,
     identity(torch.Tensor.item): _number,
-    **{identity(getattr(os, name)): _of_system for name in ("urandom", "getrandom") if hasattr(os, name)},
+    **{
+        identity(getattr(os, name)): lambda reading, _, given: reading._notes.chance.ask_system(reading._notes.here())
+        for name in ("urandom", "getrandom")
+        if hasattr(os, name)
+    },
 }
 _made_in_c: dict[int, Callable] = {  # by identity of the function's class
     identity(operator.attrgetter): _attributes_named,
     identity(operator.itemgetter): _items_named,
-    identity(operator.methodcaller): _method_named,
+    identity(operator.methodcaller): lambda reading, function, given: reading._notes.attribute(
+        given[0], function.__reduce__()[1][0]
+    ),
 }
 
 
