@@ -61,10 +61,6 @@ def for_each_class(find: Callable[[type], T]) -> Callable[[type], T]:
     return remembered
 
 
-class _Pair(NamedTuple):
-    one: int
-
-
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing", "__slots__": ()})()
 """What is at a place where nothing is."""
 UNKNOWN: Any = type("Unknown", (), {"__slots__": ()})()
@@ -73,7 +69,6 @@ CODE: Any = type("Code", (), {"__slots__": ()})()
 """Only code that runs could tell."""
 HELD_BY_MODULE = ("_parameters", "_buffers", "_modules")
 """What a module keeps apart from its other attributes."""
-_KEPT_IN_C = (types.GetSetDescriptorType, types.MemberDescriptorType, type(vars(_Pair)["one"]))
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: of a class that was made by running code
 
 
@@ -98,10 +93,11 @@ class Place(NamedTuple):
     shared: type | None = None
 
 
+_KEPT_IN_C = (types.GetSetDescriptorType, types.MemberDescriptorType, type(vars(Place)["key"]))
+
+
 class View:
     """Something that an object keeps in no dict, read as from one."""
-
-    __slots__ = ("owner",)
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
@@ -109,8 +105,6 @@ class View:
 
 class Slots(View):
     """What is in `__slots__`."""
-
-    __slots__ = ()
 
     def __getitem__(self, name: str) -> Any:
         for kind in type(self.owner).__mro__:
@@ -126,8 +120,6 @@ class Slots(View):
 class Cell(View):
     """The variable of a closure that a cell is, under the key None."""
 
-    __slots__ = ()
-
     def __getitem__(self, _: None) -> Any:
         try:
             return self.owner.cell_contents
@@ -138,16 +130,12 @@ class Cell(View):
 class InC(View):
     """The attributes of an object that C keeps."""
 
-    __slots__ = ()
-
     def __getitem__(self, name: str) -> Any:
         return of_c(self.owner, name)
 
 
 class Kind(View):
     """The class of an object, under the key `__class__`."""
-
-    __slots__ = ()
 
     def __getitem__(self, _: str) -> type:
         return type(self.owner)
@@ -156,8 +144,6 @@ class Kind(View):
 class Data(View):
     """The memory of a tensor, as another tensor, under the key `data`."""
 
-    __slots__ = ()
-
     def __getitem__(self, _: str) -> Any:
         return self.owner.data
 
@@ -165,7 +151,6 @@ class Data(View):
 class Fields(View):
     """What a function is made of."""
 
-    __slots__ = ()
     NAMES = ("__code__", "__defaults__", "__kwdefaults__")
 
     def __getitem__(self, name: str) -> Any:
