@@ -543,7 +543,7 @@ def weak_reference(value: Any) -> weakref.ref:
     Raises:
         TypeError: values of this kind cannot be held weakly.
     """
-    if isinstance(value, _NEVER_WEAKLY):
+    if issubclass(type(value), _NEVER_WEAKLY):
         raise TypeError(f"a weak reference to {type(value).__name__} would outlive it")
     return weakref.ref(value)
 

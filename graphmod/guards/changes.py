@@ -179,7 +179,7 @@ def all_changes(notes: Notes, bound: Collection[Note] = ()) -> Iterator[Change]:
         yield Change(effect, lines_of(where) if where else ("code inside", None), DRAW)
     replaced, kept_by = replacements(notes), keepers(notes)
     told: set[int] = set()
-    for note in sorted(notes.notes.values(), key=lambda note: not isinstance(note.owner, SCHEDULERS)):
+    for note in sorted(notes.notes.values(), key=lambda note: not issubclass(type(note.owner), SCHEDULERS)):
         if known and note.place in known:
             continue
         if id(note.owner) not in replaced and note.changed() and not issubclass(type(note.now()), Recorder):
@@ -267,11 +267,11 @@ def keepers(notes: Notes) -> dict[int, Any]:
     found: dict[int, Any] = {}
     for note in notes.notes.values():
         owner = note.owner
-        if isinstance(owner, torch.optim.Optimizer):
+        if issubclass(type(owner), torch.optim.Optimizer):
             found.update((id(group), owner) for group in owner.param_groups)
             found.update((id(state), owner) for state in owner.state.values())
             found[id(owner.state)] = owner
-        elif isinstance(owner, torch.amp.GradScaler):
+        elif issubclass(type(owner), torch.amp.GradScaler):
             found[id(owner)] = owner
             if note.key == "_per_optimizer_states":
                 found[id(note.before())] = owner

@@ -245,7 +245,7 @@ class _Guard:
     def __init__(self, note: Note) -> None:
         self.note, self.container = note, note.container
         self.value = self.now()
-        if isinstance(self.value, Tensor) and note.before() is self.value:
+        if issubclass(type(self.value), Tensor) and note.before() is self.value:
             note.hold()  # as others do: `torch.utils.swap_tensors` refuses what is held weakly
 
     def now(self) -> Any:
@@ -343,7 +343,7 @@ class Guards:
                 self._unset.append(note)
             elif not (id(container) in whole and note.owner is container):
                 self._places.append(place)
-            if isinstance(value, Tensor):
+            if issubclass(type(value), Tensor):
                 self.slots.append((container, note.key, value))
                 if isinstance(note.owner, nn.Module) and container is note.owner._parameters:
                     self.attributes.append((container, note.key, value))

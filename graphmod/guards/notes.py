@@ -89,12 +89,12 @@ _MOST_CACHED = 256
 DEEP = 6  # how far attributes of attributes are followed, where code in C may read any of them
 
 
-_METHODS_IN_C = (types.BuiltinMethodType, types.MethodWrapperType)
+METHODS_IN_C = (types.BuiltinMethodType, types.MethodWrapperType)
 STANDS_FOR = "_graphmod_stands_for"
 """The attribute of a function that is put somewhere for the length of a call: what is there else."""
 UNGUARDED = "_graphmod_unguarded"
 """The attribute of a function that is called anew at each replay, so that what belongs to it is no guard."""
-_FOLLOWED = (*CONTAINERS, partial, types.SimpleNamespace, *_METHODS_IN_C)
+_FOLLOWED = (*CONTAINERS, partial, types.SimpleNamespace, *METHODS_IN_C)
 _DEPTH, _MOST_INSIDE = 32, 4096  # how far, and into how many items, containers in containers are followed
 
 
@@ -123,7 +123,7 @@ def form(value: Any) -> tuple | None:
 
 def _held(value: Any) -> tuple[Any, bool]:
     """The value, or a weak reference to it and True: a note keeps nothing alive that the call made."""
-    if is_plain(value) or isinstance(value, _HELD):
+    if is_plain(value) or issubclass(type(value), _HELD):
         return value, False
     try:
         return weak_reference(value), True
@@ -158,7 +158,7 @@ class Chance:
         recorder = dispatch.current()
         if recorder is not None and (method := _method_of_generator(value)) in METHODS:
             recorder.refuse(method, METHODS[method])
-        if isinstance(value, (types.BuiltinMethodType, types.MethodType)):
+        if issubclass(type(value), (types.BuiltinMethodType, types.MethodType)):
             value = value.__self__
         of_torch = _is_generator(value)
         if of_torch and recorder is not None and (self.draws is not None or not recorder.watching):
@@ -238,7 +238,7 @@ def _is_generator(value: Any) -> bool:
 
 def _method_of_generator(value: Any) -> str:
     """The name of a method of one of torch's generators; "" of anything else."""
-    of_object = isinstance(value, types.BuiltinMethodType) and _is_generator(value.__self__)
+    of_object = type(value) is types.BuiltinMethodType and _is_generator(value.__self__)
     of_class = type(value) is types.MethodDescriptorType and value.__objclass__ is torch.Generator
     return value.__name__ if of_object or of_class else ""
 
@@ -314,18 +314,19 @@ class Note:
     )
 
     def __init__(self, owner: Any, place: Place, where: tuple) -> None:
-        self.key, self.where, self.kind = place.key, where, type(owner)
+        container, self.key, there, _ = place
+        self.where, self.kind, kind = where, type(owner), type(there)
         self._owner, self._weak_owner = _held(owner)
-        self._container = place.container
+        self._container = container
         self._view = None  # what makes the container of the object, which would keep that alive
-        if self._weak_owner and place.container is dict_of(owner):
+        if self._weak_owner and container is dict_of(owner):
             self._container, self._view = None, dict_of
-        elif self._weak_owner and isinstance(place.container, (Data, InC, Kind, Slots)):
-            self._container, self._view = None, type(place.container)
-        self._value, self._weak_value = _held(place.value)
-        self.items = content(place.value) if isinstance(place.value, CONTAINERS) else None
-        self.read, self.form, there = True, form(place.value), place.value
-        self.where_it_lay = address(there) if isinstance(there, Tensor) else 0
+        elif self._weak_owner and type(container) in (Data, InC, Kind, Slots):
+            self._container, self._view = None, type(container)
+        self._value, self._weak_value = _held(there)
+        self.items = content(there) if issubclass(kind, CONTAINERS) else None
+        self.read, self.form = True, form(there)
+        self.where_it_lay = address(there) if issubclass(kind, Tensor) else 0
 
     @property
     def owner(self) -> Any:
@@ -344,9 +345,9 @@ class Note:
     def place(self) -> tuple:
         """Which place it is, by whatever way code came to it."""
         container = self.container
-        if isinstance(container, View):  # another one each time
-            return id(self.owner), type(container), self.key
-        return id(container), self.key
+        if issubclass(type(container), View):  # another one each time
+            return identity(self.owner), type(container), self.key
+        return identity(container), self.key
 
     def let_go(self) -> None:
         """Forgets what was there."""
@@ -516,7 +517,7 @@ class Notes:
             self.opaque_module(value)
         elif isinstance(value, (*CONTAINERS, partial)):
             for item in content(value) or ():
-                if isinstance(item, (*_FOLLOWED, *BUFFERS)):
+                if issubclass(type(item), (*_FOLLOWED, *BUFFERS)):
                     self.root(item)
 
     def called(self, module: nn.Module) -> None:
@@ -627,7 +628,7 @@ class Notes:
     def global_variable(self, held: dict, name: str, file: str) -> None:
         """Notes a global variable, or that there is none, where one would come before what Python has itself."""
         value = dict.get(held, name, MISSING)
-        if not (is_library(file) and (value is MISSING or isinstance(value, _FIXED))):
+        if not (is_library(file) and (value is MISSING or issubclass(type(value), _FIXED))):
             self._note(held, Place(held, name, value))
 
     def stored(self, look: Callable, owner: Any, key: Any) -> None:
@@ -640,7 +641,7 @@ class Notes:
 
     def attribute(self, owner: Any, name: Any) -> Any:
         """The value of an attribute, noted; MISSING, UNKNOWN or CODE where there is none to be had."""
-        if not isinstance(name, str):
+        if not issubclass(type(name), str):
             return UNKNOWN
         kind, known = type(owner), self.notes.get((identity(owner), name))
         if known is not None and known.owner is owner and known.kind is kind:
@@ -664,7 +665,7 @@ class Notes:
             return UNKNOWN
         self._kind(owner)
         if name == "__dict__":
-            held = self._class_dict(owner) if isinstance(owner, type) else dict_of(owner)
+            held = self._class_dict(owner) if issubclass(kind, type) else dict_of(owner)
             if held is None:
                 return UNKNOWN
             return self.belongs(held, owner)  # Python may have made this dict only now
@@ -676,13 +677,14 @@ class Notes:
                 self._hidden_by(kind.__mro__, special, None)
         first_look = (identity(kind), name) not in self._in_classes
         place = find(owner, name, self._in_classes)
-        if isinstance(owner, type):
+        is_class = issubclass(kind, type)
+        if is_class:
             self._hidden_by(owner.__mro__, name, None if place is None else place.shared)
-        elif first_look and not isinstance(owner, types.ModuleType):
+        elif first_look and not issubclass(kind, types.ModuleType):
             self._hidden_by(kind.__mro__, name, None if place is None else place.shared)
-        if isinstance(owner, FunctionBase):  # what a forward keeps for its own backward
+        if issubclass(kind, FunctionBase):  # what a forward keeps for its own backward
             return UNKNOWN if place is None or place.shared is not None else place.value
-        if means_nothing(owner if isinstance(owner, type) else kind):
+        if means_nothing(owner if is_class else kind):
             return UNKNOWN
         if issubclass(kind, torch.autocast) and name.startswith("prev"):  # it notes when entered, for its own end alone
             return UNKNOWN
@@ -694,11 +696,11 @@ class Notes:
             if isinstance(shared, property) and not isinstance(shared.fget, types.FunctionType):
                 self.all_attributes(owner, DEEP)  # whatever it is that reads
             value = of_c(owner, name)
-            if isinstance(owner, tuple):  # of whose fields each is an item
+            if issubclass(kind, tuple):  # of whose fields each is an item
                 self._in_tuple(owner, value)
-            elif isinstance(owner, BUFFERS) and is_plain(value):
+            elif issubclass(kind, BUFFERS) and is_plain(value):
                 self._note(owner, Place(InC(owner), name, value))
-            elif isinstance(owner, (numpy.ndarray, *BUFFERS)) and name not in _OF_FORM:
+            elif issubclass(kind, (numpy.ndarray, *BUFFERS)) and name not in _OF_FORM:
                 self.note_items(owner)
             return value
         if place.shared is not None:
@@ -718,14 +720,14 @@ class Notes:
                     self._note(owner, Place(own, held, place.container))
         self._note(owner, place)
         if value is MISSING:
-            if isinstance(owner, nn.Module) and own is not None:
+            if issubclass(kind, nn.Module) and own is not None:
                 for held in map(own.get, HELD_BY_MODULE):
                     if held is not None:
                         self._note(self.belongs(held, owner), Place(held, name, MISSING))
             if own is not None and hasattr(kind, "_reach_through"):
                 return self.attribute(own[kind._reach_through[0]], name)
             special = getattr(kind, "__getattr__", MISSING)
-            if isinstance(special, _OF_C) and isinstance(owner, dict):  # as in classes that read items as attributes
+            if isinstance(special, _OF_C) and issubclass(kind, dict):  # as in classes that read items as attributes
                 return self.item(owner, name)
             return MISSING if special is MISSING else CODE
         return value
@@ -769,21 +771,22 @@ class Notes:
 
     def _of_class(self, owner: Any, name: str, place: Place) -> Any:
         value = place.value
-        own = None if isinstance(owner, (type, super)) else dict_of(owner)
+        own = None if issubclass(type(owner), (type, super)) else dict_of(owner)
         if own is not None:
             self._note(owner, Place(own, name, MISSING))
-        fixed = isinstance(value, _DESCRIPTORS) and is_of_library(place.shared)
+        fixed = issubclass(type(value), _DESCRIPTORS) and is_of_library(place.shared)
         if not (fixed or is_of_core(value)):
             self._note(place.shared, place)
         return bound_to(value)
 
     def all_attributes(self, owner: Any, depth: int = 1) -> None:
         """Takes in that any attribute of an object may be read, and, with more depth, of the objects found there."""
-        if isinstance(owner, (Tensor, nn.Module, types.FunctionType, types.ModuleType)) and depth > 1:
+        kind = type(owner)
+        if issubclass(kind, (Tensor, nn.Module, types.FunctionType, types.ModuleType)) and depth > 1:
             return
-        if is_plain(owner) and not is_made_by_code(type(owner)):
+        if is_plain(owner) and not is_made_by_code(kind):
             return
-        if isinstance(owner, types.ModuleType) and is_library_module(owner):
+        if issubclass(kind, types.ModuleType) and is_library_module(owner):
             if identity(owner) not in self._deep:  # in which most never changes, and what watches a call is put
                 self._deep[identity(owner)] = owner
                 for name in list(vars(owner)):
@@ -791,7 +794,7 @@ class Notes:
             return
         found = [self.attribute(owner, "__dict__")]
         self.note_items(found[0])
-        for base in (owner if isinstance(owner, type) else type(owner)).__mro__:
+        for base in (owner if issubclass(kind, type) else kind).__mro__:
             if not is_made_by_code(base) or is_of_library(base):
                 break
             self.note_items(self._class_dict(base), depth=0)
@@ -800,7 +803,7 @@ class Notes:
         if depth > 1 and identity(owner) not in self._deep:
             self._deep[identity(owner)] = owner
             for held in found:
-                for value in list(dict.values(held)) if isinstance(held, dict) else ():
+                for value in list(dict.values(held)) if issubclass(type(held), dict) else ():
                     self.all_attributes(value, depth - 1)
 
     def _class_dict(self, kind: type) -> types.MappingProxyType:
@@ -823,16 +826,17 @@ class Notes:
 
     def item(self, owner: Any, key: Any) -> Any:
         """The value of an item, noted; MISSING, UNKNOWN or CODE where there is none to be had."""
-        if isinstance(owner, POINTER):
+        kind = type(owner)
+        if issubclass(kind, POINTER):
             self._old_pointer(owner, whole=type(key) is not int)
         place = find_item(owner, key)
-        if place is None and isinstance(owner, POINTER):  # a structure
+        if place is None and issubclass(kind, POINTER):  # a structure
             self.asked(owner, f"item {key} that a pointer leads to", partial(behind, index=key))
             return CODE
         if place is None:
             self.note_items(owner)
             return CODE
-        if isinstance(owner, tuple):
+        if issubclass(kind, tuple):
             self._in_tuple(owner, place.value)
         else:
             self._note(owner, place)
@@ -852,7 +856,7 @@ class Notes:
         if old:
             self._lead_to(value)
         self._meet(value)
-        if old and isinstance(value, Tensor) and identity(value) in self.tensors:
+        if old and issubclass(type(value), Tensor) and identity(value) in self.tensors:
             self.tensors[identity(value)].in_tuple = True
 
     # -- values --------------------------------------------------------------------------------------------------
@@ -915,16 +919,17 @@ class Notes:
                 self.notes[name] = Note(owner, Place(Kind(owner), "__class__", kind), self.here())
 
     def _meet(self, value: Any) -> None:
-        if isinstance(value, Tensor):
+        kind = type(value)
+        if issubclass(kind, Tensor):
             self._tensor(value)
-        elif isinstance(value, types.FunctionType):
+        elif kind is types.FunctionType:
             self.function(value)
-        elif isinstance(value, (staticmethod, classmethod)):
+        elif issubclass(kind, (staticmethod, classmethod)):
             self._meet(value.__func__)
-        elif isinstance(value, property):
+        elif issubclass(kind, property):
             for function in (value.fget, value.fset, value.fdel):
                 self._meet(function)
-        elif isinstance(value, types.MethodType):
+        elif kind is types.MethodType:
             self._meet(value.__func__)
             self._kind(value.__self__)
 
@@ -953,27 +958,28 @@ class Notes:
 
     def note_items(self, value: Any, depth: int = _DEPTH) -> None:
         """Notes the items of a container that code goes through, or passes to code that may."""
-        if type(value) in _PROXIES:
+        if issubclass(type(value), _PROXIES):
             value = self._behind(value)
-        sort = sort_of(type(value))
+        kind = type(value)
+        sort = sort_of(kind)
         if sort == INERT:
             return
         if sort == OBJECT:
             self._kind(value)
             return
-        if isinstance(value, _METHODS_IN_C) and isinstance(value.__self__, CONTAINERS):
+        if issubclass(kind, METHODS_IN_C) and issubclass(type(value.__self__), CONTAINERS):
             value = self.belongs(value.__self__, value)
-        elif hasattr(type(value), "mapping") and isinstance(value, (KeysView, ValuesView, ItemsView)):
+        elif hasattr(kind, "mapping") and issubclass(kind, (KeysView, ValuesView, ItemsView)):
             # The dict itself, which `mapping` would wrap anew each time.
             value = self.belongs(gc.get_referents(value)[0], value)
         known = self.contents.get(identity(value))
         if known is not None and known[0] is value:
             return
         self._meet(value)
-        if isinstance(value, types.FunctionType):
+        if type(value) is types.FunctionType:
             return
         old = self.ages.is_old(value)
-        if is_iterator(value):
+        if is_iterator(type(value)):
             if old:
                 self.iterators.append((value, type(value).__name__, self.here()))
             return
@@ -985,11 +991,11 @@ class Notes:
         if not old:  # what the call made itself, and may hold tensors, is not kept; what is in it may have been there
             for item in items if few and depth else ():
                 self.note_items(item, depth - 1)
-        elif not (isinstance(value, tuple) and all(is_plain(item) for item in items)):
+        elif not (issubclass(type(value), tuple) and all(is_plain(item) for item in items)):
             self.contents[identity(value)] = (value, items, self.here())
             for item in items:
                 self._lead_to(item)
-                if isinstance(item, Tensor):
+                if issubclass(type(item), Tensor):
                     self._tensor(item)
-                elif depth and few and (isinstance(item, _FOLLOWED) or is_small_memory(item)):
+                elif depth and few and (issubclass(type(item), _FOLLOWED) or is_small_memory(item)):
                     self.note_items(item, depth - 1)

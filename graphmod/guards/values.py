@@ -169,10 +169,11 @@ def get(container: Any, key: Any) -> Any:
 def dict_of(owner: Any) -> dict | None:
     """The attributes of an object; None where it keeps none in a dict."""
     try:
-        found = owner.__dict__ if isinstance(owner, threading.local) else object.__getattribute__(owner, "__dict__")
+        local = issubclass(type(owner), threading.local)
+        found = owner.__dict__ if local else object.__getattribute__(owner, "__dict__")
     except (AttributeError, TypeError):
         return None
-    return found if isinstance(found, dict) else None
+    return found if issubclass(type(found), dict) else None
 
 
 def find(owner: Any, name: Any, known: dict[tuple[int, str], Place | None] | None = None) -> Place | None:
@@ -184,17 +185,17 @@ def find(owner: Any, name: Any, known: dict[tuple[int, str], Place | None] | Non
     Returns:
         None where only code could tell: a property.
     """
-    if not isinstance(name, str):
+    if not issubclass(type(name), str):
         return None
-    if isinstance(owner, types.ModuleType):
+    kind: Any = type(owner)
+    if issubclass(kind, types.ModuleType):
         held = owner.__dict__
         return Place(held, name, held.get(name, MISSING))
-    kind = type(owner)
     if kind is super:
         mro = owner.__self_class__.__mro__
         return find_in_classes(mro[mro.index(owner.__thisclass__) + 1 :], name)
-    if isinstance(owner, type):
-        return find_in_classes(owner.__mro__, name) or find_in_classes(kind.__mro__, name)
+    if issubclass(kind, type):
+        return find_in_classes(owner.__mro__, name) or find_in_classes(type(owner).__mro__, name)
     if known is None:
         shared = find_in_classes(kind.__mro__, name)
     elif (identity(kind), name) in known:
@@ -212,7 +213,7 @@ def find(owner: Any, name: Any, known: dict[tuple[int, str], Place | None] | Non
         return Place(own, name, own[name])
     if shared is not None:
         return shared
-    if isinstance(owner, nn.Module) and own is not None:
+    if issubclass(kind, nn.Module) and own is not None:
         for held in map(own.get, HELD_BY_MODULE):
             if held is not None and name in held:
                 return Place(held, name, held[name])
@@ -232,17 +233,17 @@ def find_item(owner: Any, key: Any) -> Place | None:
     """The place of an item of a list, tuple or dict, or of memory that Python shows as bytes, where that is a plain
     value; None for other objects, and keys that say nothing."""
     kind = type(owner)
-    if isinstance(owner, dict) and kind.__getitem__ is dict.__getitem__:
+    if issubclass(kind, dict) and kind.__getitem__ is dict.__getitem__:
         try:
             return Place(owner, key, dict.get(owner, key, MISSING))
         except TypeError:
             return None
     if kind is types.MappingProxyType:
         return Place(owner, key, owner.get(key, MISSING))
-    if isinstance(owner, (list, tuple)) and type(key) is int and not isinstance(kind.__getitem__, types.FunctionType):
+    if issubclass(kind, (list, tuple)) and type(key) is int and not isinstance(kind.__getitem__, types.FunctionType):
         count = _built_in(owner, (list, tuple)).__len__(owner)
         return Place(owner, key, owner[key]) if -count <= key < count else None
-    if isinstance(owner, BUFFERS) and type(key) is int and not isinstance(kind.__getitem__, types.FunctionType):
+    if issubclass(kind, BUFFERS) and type(key) is int and not isinstance(kind.__getitem__, types.FunctionType):
         value = get(owner, key)
         return Place(owner, key, value) if value is MISSING or is_plain(value) else None
     return None
@@ -250,9 +251,10 @@ def find_item(owner: Any, key: Any) -> Place | None:
 
 def bound_to(value: Any) -> Any:
     """What an attribute of a class is to whoever reads it of an object; CODE where only code could tell."""
-    if isinstance(value, (staticmethod, classmethod)):
+    kind = type(value)
+    if issubclass(kind, (staticmethod, classmethod)):
         return value.__func__
-    if isinstance(value, property) or isinstance(getattr(type(value), "__get__", None), types.FunctionType):
+    if issubclass(kind, property) or isinstance(getattr(kind, "__get__", None), types.FunctionType):
         return CODE
     return value
 
@@ -278,7 +280,7 @@ def is_library_module(module: types.ModuleType | None) -> bool:
 
 def is_of_core(value: Any) -> bool:
     """Whether a function of this package stands in for another for as long as a call is recorded."""
-    return isinstance(value, types.FunctionType) and value.__code__.co_filename.startswith(CORE)
+    return type(value) is types.FunctionType and value.__code__.co_filename.startswith(CORE)
 
 
 def package_of(kind: type) -> str:
@@ -453,16 +455,15 @@ def _counts_by_value(kind: type) -> bool:
 def is_small_memory(value: Any) -> bool:
     """Whether a value is an array of numpy, or shows memory as bytes, and costs little to compare."""
     try:
-        return isinstance(value, (numpy.ndarray, *BUFFERS)) and _size_of(value) <= _MOST_BYTES
+        return issubclass(type(value), (numpy.ndarray, *BUFFERS)) and _size_of(value) <= _MOST_BYTES
     except ValueError:  # it is mapped, or was released
         return False
 
 
-def is_iterator(value: Any) -> bool:
-    """Whether reading from a value uses it up."""
-    if isinstance(value, (Tensor, nn.Module, io.IOBase)) or not hasattr(type(value), "__next__"):
-        return False
-    return not isinstance(value, type)
+@for_each_class
+def is_iterator(kind: type) -> bool:
+    """Whether reading from a value of a class uses it up."""
+    return hasattr(kind, "__next__") and not issubclass(kind, (Tensor, nn.Module, io.IOBase, type))
 
 
 def is_random(value: Any) -> bool:
@@ -479,16 +480,53 @@ def _draws(kind: type) -> bool:
     return issubclass(kind, random.Random) or not _OF_NUMPY.isdisjoint(of_numpy)
 
 
-HELD_IN = (
-    *(OpaqueModule, Cached, Subclasses, Answer, *CONTAINERS, types.SimpleNamespace, contextvars.ContextVar),
-    *(weakref.ref, functools.partial, *BUFFERS, queue.SimpleQueue, numpy.ndarray),
-)
+def _built_in(value: Any, kinds: tuple[type, ...]) -> Any:
+    """Which of these a value is one of, whose methods tell what is there whatever a class of the user's makes of it."""
+    return next(kind for kind in kinds if issubclass(type(value), kind))
+
+
+def _of_array(value: Any) -> tuple:
+    if value.dtype.hasobject:
+        return tuple(value.ravel().tolist())
+    return (*value.shape, value.dtype.str, _bytes_of(value))
+
+
+_LOOKS: dict[Any, Callable[[Any], tuple]] = {
+    **{kind: kind.content for kind in (OpaqueModule, Cached, Subclasses, Answer)},
+    # An OrderedDict has an order of its own, which the dict that it is does not know.
+    **{
+        kind: lambda value, keys=kind.keys, values=kind.values: (*keys(value), *values(value))
+        for kind in (OrderedDict, *_MAPPINGS)
+    },
+    **{kind: lambda value, of=kind.__iter__: tuple(of(value)) for kind in _SEQUENCES},
+    **{kind: lambda value, of=kind.__iter__: tuple(sorted(of(value), key=hash)) for kind in _SETS},
+    types.SimpleNamespace: lambda value: (*vars(value), *vars(value).values()),
+    contextvars.ContextVar: lambda value: (value.get(MISSING),),
+    # What it names stays the same until it is gone, and is not to be kept alive.
+    weakref.ref: lambda value: (value() is not None,),
+    functools.partial: lambda value: (value.func, *value.args, *value.keywords, *value.keywords.values()),
+    queue.SimpleQueue: lambda value: (value.qsize(),),
+    numpy.ndarray: _of_array,
+    **{kind: lambda value: (_bytes_of(value),) for kind in BUFFERS},
+}
+HELD_IN = tuple(_LOOKS)
 """Kinds of values that `content` finds something in."""
 
 
-def _built_in(value: Any, kinds: tuple[type, ...]) -> Any:
-    """Which of these a value is one of, whose methods tell what is there whatever a class of the user's makes of it."""
-    return next(kind for kind in kinds if isinstance(value, kind))
+def _behind_another(value: Any) -> None:
+    if isinstance(value, HELD_IN):
+        raise ValueError(f"what a {type(value).__name__} stands for only code in C could tell; use that itself")
+
+
+@for_each_class
+def _look_into(kind: type) -> Callable[[Any], Any] | None:
+    found = next((look for base, look in _LOOKS.items() if issubclass(kind, base)), None)
+    if found is not None:
+        return found
+    # `isinstance` asks the object, too. Python code of its class is told of as it runs, and not to be run for a look.
+    asked = [kind.__getattribute__, *(vars(one)["__class__"] for one in kind.__mro__[:-1] if "__class__" in vars(one))]
+    in_python = any(isinstance(one, (types.FunctionType, property)) for one in asked)
+    return None if in_python or asked == [object.__getattribute__] else _behind_another
 
 
 def content(value: Any) -> tuple | None:
@@ -496,33 +534,8 @@ def content(value: Any) -> tuple | None:
 
     What only counts while the call runs, the state of a random generator, `Chance` compares.
     """
-    if isinstance(value, (OpaqueModule, Cached, Subclasses, Answer)):
-        return value.content()
-    if isinstance(value, _MAPPINGS):
-        # An OrderedDict has an order of its own, which the dict that it is does not know.
-        kind = _built_in(value, (OrderedDict, *_MAPPINGS))
-        return (*kind.keys(value), *kind.values(value))
-    if isinstance(value, _SEQUENCES):
-        return tuple(_built_in(value, _SEQUENCES).__iter__(value))
-    if isinstance(value, _SETS):
-        return tuple(sorted(_built_in(value, _SETS).__iter__(value), key=hash))
-    if isinstance(value, types.SimpleNamespace):
-        return (*vars(value), *vars(value).values())
-    if isinstance(value, contextvars.ContextVar):
-        return (value.get(MISSING),)
-    if isinstance(value, weakref.ref):
-        return (value() is not None,)  # what it names stays the same until it is gone, and is not to be kept alive
-    if isinstance(value, functools.partial):
-        return (value.func, *value.args, *value.keywords, *value.keywords.values())
-    if isinstance(value, queue.SimpleQueue):
-        return (value.qsize(),)
-    if isinstance(value, numpy.ndarray):
-        if value.dtype.hasobject:
-            return tuple(value.ravel().tolist())
-        return (*value.shape, value.dtype.str, _bytes_of(value))
-    if isinstance(value, BUFFERS):
-        return (_bytes_of(value),)
-    return None
+    look = _look_into(type(value))
+    return None if look is None else look(value)
 
 
 def content_now(value: Any) -> tuple:
@@ -626,14 +639,15 @@ def same(one: Any, other: Any, depth: int = _DEPTH) -> bool:
         return False
     if is_plain(one):
         return _same_plain(one, other)
-    if isinstance(one, types.MethodType):
+    kind = type(one)
+    if kind is types.MethodType:
         return one.__func__ is other.__func__ and one.__self__ is other.__self__
-    if isinstance(one, types.BuiltinMethodType):
+    if kind is types.BuiltinMethodType:
         return one.__self__ is other.__self__ and one.__name__ == other.__name__
-    if isinstance(one, functools.partial):
+    if issubclass(kind, functools.partial):
         parts = ((part.func, part.args, part.keywords) for part in (one, other))
         return depth > 0 and all(same(a, b, depth - 1) for a, b in zip(*parts, strict=True))
-    if depth and isinstance(one, CONTAINERS):
+    if depth and issubclass(kind, CONTAINERS):
         return same_content(content_now(one), content_now(other), depth - 1)
     return False
 

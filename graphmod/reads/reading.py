@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphmod.guards.notes import DEEP, Notes
+from graphmod.guards.notes import DEEP, METHODS_IN_C, Notes
 from graphmod.guards.values import (
     BUFFERS,
     CODE,
@@ -60,7 +60,6 @@ Plan = dict[int, Step]
 _FRESH = (list, tuple, dict, set, frozenset)
 _BUILT_IN = frozenset(map(identity, (*_FRESH, str, int, float)))
 _OF_C = (types.BuiltinFunctionType, types.MethodDescriptorType, types.MethodWrapperType, types.WrapperDescriptorType)
-_METHODS_IN_C = (types.BuiltinMethodType, types.MethodWrapperType)
 _READ_STATE = {"__reduce_ex__", "__reduce__", "__getstate__"}  # all that is in an object
 _ADDS = {"append", "extend", "insert", "add", "update"}  # methods that tell nothing of what is there
 _BY_KEY = {"get", "__getitem__", "__contains__"}
@@ -74,7 +73,6 @@ _METHODS_OF_TENSORS = frozenset(
     for name, one in vars(TensorBase).items()
     if type(one) is types.MethodDescriptorType and not name.startswith("__") and name != "item"
 )
-_RUNS_PYTHON = (types.FunctionType, types.MethodType, nn.Module)
 # By identity: a class, or its class, may have a hash and a way to compare of its own.
 _READERS = frozenset(map(identity, (operator.attrgetter, operator.methodcaller)))  # of attributes that only they know
 _BUFFERS, _NOT_OF_CONTENT = (frozenset(map(identity, some)) for some in (BUFFERS, (len, type, isinstance)))
@@ -147,7 +145,7 @@ class Reading:
         drawn."""
 
     def enter(self, frame: FrameType, argument: Any, values: list) -> None:
-        if isinstance(values[0], LOCKS):
+        if issubclass(type(values[0]), LOCKS):
             self._notes.takes_lock(values[0])
         self.each(frame, argument, values)
 
@@ -231,7 +229,7 @@ class Reading:
     def store_item(self, frame: FrameType, argument: Any, values: list) -> None:
         self._notes.stored(self._item, values[-2], values[-1])
         self.use(values[-1])
-        if isinstance(values[-2], Tensor) or type(values[-1]) is slice:
+        if issubclass(type(values[-2]), Tensor) or type(values[-1]) is slice:
             self.use(values[0])
 
     def part(self, frame: FrameType, argument: Any, values: list) -> None:
@@ -252,11 +250,10 @@ class Reading:
             self.use(container)
 
     def _item(self, container: Any, key: Any) -> Any:
-        if isinstance(container, Tensor) or (is_plain(container) and not is_made_by_code(type(container))):
+        kind = type(container)
+        if issubclass(kind, Tensor) or (is_plain(container) and not is_made_by_code(kind)):
             return UNKNOWN
-        return self._notes.item(
-            self._behind(container) if type(container) is types.MappingProxyType else container, key
-        )
+        return self._notes.item(self._behind(container) if kind is types.MappingProxyType else container, key)
 
     def _behind(self, proxy: types.MappingProxyType) -> Any:
         """What a view of a dict shows, which may be made anew each time: the dict, or the attributes of a class."""
@@ -369,7 +366,7 @@ class Reading:
         elif not _tells_nothing(function, kind):
             notes.chance.meet(function, notes.where)
             self._called_object(function, kind, given)
-            held = isinstance(function, _METHODS_IN_C) and isinstance(function.__self__, HELD_IN)
+            held = issubclass(kind, METHODS_IN_C) and issubclass(type(function.__self__), HELD_IN)
             notes.note_items(notes.belongs(function.__self__, function) if held else function)
         self._arguments(given, used)
         if reads is not None and given:
@@ -403,18 +400,18 @@ class Reading:
             self._notes.cached(function)
         elif kind is types.MethodType:
             self.called(function.__func__, [function.__self__, *given], used=True)
-        elif not isinstance(function, (*_RUNS_PYTHON, type)) and is_made_by_code(kind):
+        elif not issubclass(kind, (types.FunctionType, types.MethodType, nn.Module, type)) and is_made_by_code(kind):
             self._notes.attribute(kind, "__call__")
 
     def _any_attribute(self, values: list) -> None:
         """Code in C may read any attribute of values, and of what is in them or comes out of them."""
         for one in _handed_on(values, _DEPTH):
-            if isinstance(one, nn.Module):
+            if issubclass(type(one), nn.Module):
                 for part in one.modules():
                     self._notes.all_attributes(part)
                     for held in vars(part).values():
                         self._notes.all_attributes(held, DEEP)
-            elif not isinstance(one, (type, types.ModuleType, types.FunctionType)):
+            elif not issubclass(type(one), (type, types.ModuleType, types.FunctionType)):
                 self._notes.all_attributes(one, DEEP)
 
 
@@ -425,7 +422,7 @@ _DEPTH = 6  # of iterators over iterators over containers
 def _handed_on(value: Any, depth: int) -> Iterator[Any]:
     """What code in C may find in a value: in a container, or in what an iterator or a view goes through."""
     kind = type(value)
-    if isinstance(value, CONTAINERS):
+    if issubclass(kind, CONTAINERS):
         inside = content(value) or ()
     elif hasattr(kind, "__next__") or hasattr(kind, "mapping"):
         inside = gc.get_referents(value)
@@ -465,7 +462,7 @@ def _formatted(reading: Reading, function: Any, given: list) -> None:
     """`"{0.scale}".format(config)`: which of its arguments a field names does not matter."""
     text, *values = given
     if function is str.format_map:
-        values = [value for one in values if isinstance(one, dict) for value in dict.values(one)]
+        values = [value for one in values if issubclass(type(one), dict) for value in dict.values(one)]
     for field in _FIELDS.findall(text):
         for value in values:
             _go_along(reading, value, _PARTS.findall(field))
@@ -477,7 +474,7 @@ def _items_named(reading: Reading, function: Any, given: list) -> None:
 
 
 def _number(reading: Reading, function: Any, given: list) -> None:
-    if reading._draws is not None and isinstance(given[0], Tensor):
+    if reading._draws is not None and issubclass(type(given[0]), Tensor):
         reading._draws.expected = given[0]
 
 
@@ -520,9 +517,10 @@ def _warns(reading: Reading, function: Any, given: list) -> None:
 
 def _mapped(reading: Reading, function: Any, given: list) -> None:
     """`map(function, *containers)` calls a function in C with each row; one in Python is told of as it runs."""
-    if len(given) > 1 and isinstance(given[0], _OF_C) and all(isinstance(one, CONTAINERS) for one in given[1:]):
-        for row in zip(*(content(one) or () for one in given[1:]), strict=False):
-            reading.called(given[0], list(row))
+    called, *rows = given
+    if rows and issubclass(type(called), _OF_C) and all(issubclass(type(one), CONTAINERS) for one in rows):
+        for row in zip(*(content(one) or () for one in rows), strict=False):
+            reading.called(called, list(row))
 
 
 _LOCKED = ("locked", "locked_lock", "_is_owned", "_recursion_count", "_get_value", "_is_zero", "_is_mine", "_count")

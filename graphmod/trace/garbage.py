@@ -103,7 +103,7 @@ class Ages:
         with _lock:
             _list_new()
         old = name not in self.made
-        if old and known is None and not isinstance(value, Tensor):  # `swap_tensors` minds weak references
+        if old and known is None and not issubclass(type(value), Tensor):  # `swap_tensors` minds weak references
             with contextlib.suppress(TypeError):
                 self._there[name] = weak_reference(value)
         return old

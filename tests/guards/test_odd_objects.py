@@ -14,7 +14,7 @@ from torch import nn
 
 from graphmod import CUDAGraphModule, check
 from graphmod.guards.notes import Note
-from graphmod.guards.values import INERT, OBJECT, OTHER, Place, sort_of
+from graphmod.guards.values import INERT, OBJECT, OTHER, Place, content, sort_of
 from graphmod.reads.frames import noting
 from graphmod.torch_private import weak_reference
 from tests.guards.test_helper_objects import CHANGES, play
@@ -240,6 +240,43 @@ def test_what_a_named_tuple_held_is_freed_when_the_call_lets_go_of_it(device):
     with noting(step):
         step(torch.ones(3, device=device))
     assert alive == [False]
+
+
+def test_looking_at_an_object_runs_no_code_of_its_class():
+    asked = []
+
+    class Settings:
+        def __init__(self):
+            self.factor = 2.0
+
+        def __getattribute__(self, name):
+            if name == "__class__":  # which the step never reads
+                asked.append(sys._getframe(1).f_code)
+            return object.__getattribute__(self, "factor" if name == "scale" else name)
+
+    settings, held = Settings(), {}
+    held["settings"] = settings
+
+    def step():
+        for one in held.values():
+            vars(one)
+        return settings.scale, hasattr(settings, "shape"), held.get("settings"), [settings], settings == held
+
+    with noting(step) as notes:
+        step()
+    assert {"scale", "factor", "shape"} <= {note.key for note in notes.notes.values() if note.owner is settings}
+    assert not asked
+
+
+def test_what_stands_for_a_container_by_code_in_c_cannot_be_looked_into():
+    class Stands:
+        __slots__ = ("__class__",)
+
+    one = Stands()
+    assert content(one) is None
+    one.__class__ = list
+    with pytest.raises(ValueError, match="a Stands stands for"):
+        content(one)
 
 
 def test_what_stands_for_another_object_is_no_ordinary_one():
