@@ -19,6 +19,7 @@ from graphmod.guards.compiled import CompiledFrame, is_arithmetic
 from graphmod.guards.values import (
     BUFFERS,
     CODE,
+    COMMON,
     CONTAINERS,
     HELD_BY_MODULE,
     INERT,
@@ -420,9 +421,9 @@ class Notes:
         elsewhere: where code was sent to another thread.
         unseen: why nobody could look on; "" where somebody could.
         gradient_at: where code first looked at, or set, the gradient of a leaf tensor.
+        callers: by identity of frames that run, the user's code and line that led there.
         of_classes: identity of the attributes of a class -> the view of them that notes are on.
         taken: those locks, by identity, that code has taken.
-        callers: by identity of frames that run, the user's code and line that led there.
         told_apart: the addresses of tensors of which code asked whether they are others.
     """
 
@@ -450,6 +451,8 @@ class Notes:
         self._walked: dict[int, nn.Module] = {}
         self._in_classes: dict[tuple[int, str], Place | None] = {}
         self._kinds: dict[int, type] = {}  # kept, so that their identities stay theirs
+        self._supers: dict[tuple, tuple[tuple, Any]] = {}  # by classes, which are kept, and name
+        self._dicts: dict[int, tuple[type, types.MappingProxyType]] = {}  # by identity of the class, which is kept
         self._in_c: dict[tuple[int, str], OpaqueModule | Cached | Answer] = {}
         self._subclasses = Subclasses()
         self.callers: dict[int, tuple] = {}
@@ -649,17 +652,20 @@ class Notes:
             if value is not UNKNOWN:
                 known.read = known.read or name is not self._stored
                 return value
-        if issubclass(kind, Tensor):
-            return self._of_tensor(owner, name)
-        if is_plain(owner) and not is_made_by_code(kind):
-            return UNKNOWN
-        if kind is super:
-            return self._of_super(owner, name)
+        if identity(kind) not in self._kinds:  # of those it is ordinary lookup that finds attributes
+            if issubclass(kind, Tensor):
+                return self._of_tensor(owner, name)
+            if kind is types.ModuleType and name not in ("__dict__", "__class__"):
+                return self._of_module(owner, name)
+            if kind is super:
+                return self._of_super(owner, name)
+            if is_plain(owner) and not is_made_by_code(kind):
+                return UNKNOWN
+            if issubclass(kind, _PROXIES):
+                return self.attribute(self._behind(owner), name)
         if kind is types.MethodType and name not in _OF_METHODS:
             return self.attribute(owner.__func__, name)
-        if kind in _PROXIES:
-            return self.attribute(self._behind(owner), name)
-        if issubclass(kind, POINTER) and name == "contents":
+        if name == "contents" and issubclass(kind, POINTER):
             self._old_pointer(owner)
             self.asked(owner, "what a pointer leads to", behind)
             return UNKNOWN
@@ -705,16 +711,10 @@ class Notes:
             return value
         if place.shared is not None:
             return self._of_class(owner, name, place)
-        value = place.value
-        if isinstance(owner, types.ModuleType):
-            of_torch = owner is torch.nn.functional and not is_of_core(value)  # what others exchange now and then
-            fixed = value is MISSING or isinstance(value, _FIXED)
-            of_library = is_library_module(owner) or (kind is not types.ModuleType and is_of_library(kind))
-            if of_torch or not (fixed and of_library):
-                self._note(self.belongs(place.container, owner), place)
-            return CODE if value is MISSING and "__getattr__" in place.container else value
-        own = dict_of(owner)
-        if isinstance(owner, nn.Module) and place.container is not own and own is not None:
+        if issubclass(kind, types.ModuleType):
+            return self._of_module(owner, name)
+        value, own = place.value, dict_of(owner)
+        if issubclass(kind, nn.Module) and place.container is not own and own is not None:
             for held in HELD_BY_MODULE:
                 if own.get(held) is place.container:
                     self._note(owner, Place(own, held, place.container))
@@ -732,6 +732,16 @@ class Notes:
             return MISSING if special is MISSING else CODE
         return value
 
+    def _of_module(self, owner: types.ModuleType, name: str) -> Any:
+        held, kind = owner.__dict__, type(owner)
+        value = held.get(name, MISSING)
+        of_torch = owner is torch.nn.functional and not is_of_core(value)  # what others exchange now and then
+        fixed = value is MISSING or issubclass(type(value), _FIXED)
+        of_library = is_library_module(owner) or (kind is not types.ModuleType and is_of_library(kind))
+        if of_torch or not (fixed and of_library):
+            self._note(self.belongs(held, owner), Place(held, name, value))
+        return CODE if value is MISSING and "__getattr__" in held else value
+
     def _behind(self, proxy: Any) -> Any:
         """What a weak proxy stands for."""
         owner = proxy.__init__.__self__
@@ -739,12 +749,18 @@ class Notes:
         return owner
 
     def _of_super(self, owner: Any, name: str) -> Any:
+        classes = owner.__self_class__, owner.__thisclass__
+        known = self._supers.get((*map(identity, classes), name))
+        if known is not None:
+            return known[1]
         place = find(owner, name)
         if place is None:
             return of_c(owner, name)
-        mro = owner.__self_class__.__mro__
-        self._hidden_by(mro[mro.index(owner.__thisclass__) + 1 :], name, place.shared)
-        return self._of_class(owner, name, place)
+        mro = classes[0].__mro__
+        self._hidden_by(mro[mro.index(classes[1]) + 1 :], name, place.shared)
+        value = self._of_class(owner, name, place)
+        self._supers[*map(identity, classes), name] = classes, value
+        return value
 
     def _again(self, known: Note, kind: type) -> Any:
         """The value of an attribute of an ordinary object that was noted before, and is where it was; else UNKNOWN."""
@@ -807,8 +823,12 @@ class Notes:
                     self.all_attributes(value, depth - 1)
 
     def _class_dict(self, kind: type) -> types.MappingProxyType:
-        view = vars(kind)  # another one each time
-        return self.of_classes.setdefault(identity(gc.get_referents(view)[0]), self.belongs(view, kind))
+        known = self._dicts.get(identity(kind))
+        if known is None:
+            view = vars(kind)  # another one each time
+            view = self.of_classes.setdefault(identity(gc.get_referents(view)[0]), self.belongs(view, kind))
+            known = self._dicts[identity(kind)] = kind, view
+        return known[1]
 
     def _of_tensor(self, owner: Tensor, name: str) -> Any:
         self._tensor(owner)
@@ -873,29 +893,33 @@ class Notes:
         return where + self.callers[name]
 
     def _note(self, owner: Any, place: Place) -> None:
+        container, key, value, _ = place
         try:
-            name = (identity(owner), place.key) if place.container is not owner else (identity(owner), _ITEM, place.key)
+            name = (identity(owner), key) if container is not owner else (identity(owner), _ITEM, key)
             known = self.notes.get(name)
         except TypeError:  # a key that cannot be hashed
             return
-        if type(place.value) is types.FunctionType and STANDS_FOR in vars(place.value):
-            place = place._replace(value=getattr(place.value, STANDS_FOR))
-        read = place.key is not self._stored
+        if type(value) is types.FunctionType and STANDS_FOR in vars(value):
+            value = getattr(value, STANDS_FOR)
+            place = place._replace(value=value)
+        read = key is not self._stored
         if (known is None or known.owner is not owner) and self.ages.is_old(owner):
-            if isinstance(owner, _HELD):
+            if issubclass(type(owner), _HELD):
                 self.ages.there(owner)
-            found = (identity(place.container), place.key)
-            lasting = self.between_calls.get(found[0], {}).get(place.key)
+            found = (identity(container), key)
+            lasting = self.between_calls[found[0]].get(key) if found[0] in self.between_calls else None
             earlier = self._first.get(found)  # by another way, before the call put something else there
-            if earlier is not None and earlier.container is place.container:
+            if earlier is not None and earlier.container is container:
                 lasting = earlier.before() if lasting is None else lasting
-                read = read and place.value is earlier.before()
-            place = place if lasting is None else place._replace(value=lasting)
+                read = read and value is earlier.before()
+            if lasting is not None:
+                value = lasting
+                place = place._replace(value=value)
             known = self.notes[name] = self._first[found] = Note(owner, place, self.here())
             known.read = read
-            self._lead_to(place.value)
-            self._meet(place.value)
-        elif known is not None and read and place.value is known.before():
+            self._lead_to(value)
+            self._meet(value)
+        elif known is not None and read and value is known.before():
             known.read = True
 
     def belongs(self, value: Any, owner: Any) -> Any:
@@ -906,7 +930,7 @@ class Notes:
 
     def _lead_to(self, value: Any) -> None:
         """Takes in that what was there leads to a value, which the collector may not track."""
-        if not gc.is_tracked(value) and sort_of(type(value)) == OTHER:
+        if not gc.is_tracked(value) and identity(type(value)) not in COMMON and sort_of(type(value)) == OTHER:
             self.ages.there(value)
 
     def _kind(self, owner: Any) -> None:
@@ -989,7 +1013,7 @@ class Notes:
             return
         few = len(items) <= _MOST_INSIDE
         if not old:  # what the call made itself, and may hold tensors, is not kept; what is in it may have been there
-            for item in items if few and depth else ():
+            for item in items if few and depth and not COMMON.issuperset(map(identity, map(type, items))) else ():
                 self.note_items(item, depth - 1)
         elif not (issubclass(type(value), tuple) and all(is_plain(item) for item in items)):
             self.contents[identity(value)] = (value, items, self.here())

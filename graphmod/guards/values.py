@@ -160,7 +160,9 @@ class Fields(View):
 def get(container: Any, key: Any) -> Any:
     """`container[key]`, or MISSING. Runs no `__missing__`, which would put something there."""
     try:
-        return dict.get(container, key, MISSING) if isinstance(container, dict) else container[key]
+        if issubclass(type(container), dict):
+            return dict.get(container, key, MISSING)
+        return container.get(key, MISSING) if type(container) is types.MappingProxyType else container[key]
     except Exception as error:  # KeyError and IndexError, or whatever a container of the user's raises
         let_through(error)
         return MISSING
@@ -611,6 +613,10 @@ _LEADING = (
     *(types.FunctionType, types.MethodType, types.BuiltinMethodType, types.MethodDescriptorType),
     *(staticmethod, classmethod, property, torch.Generator, *LOCKS),
 )
+COMMON = frozenset(
+    map(identity, (Tensor, nn.Parameter, bool, int, float, str, type(None), slice, torch.Size, torch.dtype))
+)
+"""By identity, kinds of values of which most are, and whose use tells nothing."""
 INERT, OBJECT, OTHER = range(3)
 """Sorts of values. To use one, or to look into it, tells nothing; no more than its class; more than that. What its
 attributes are is told where these are read."""

@@ -32,6 +32,7 @@ from graphmod.guards.notes import DEEP, METHODS_IN_C, Notes
 from graphmod.guards.values import (
     BUFFERS,
     CODE,
+    COMMON,
     CONTAINERS,
     HELD_IN,
     INERT,
@@ -63,10 +64,6 @@ _OF_C = (types.BuiltinFunctionType, types.MethodDescriptorType, types.MethodWrap
 _READ_STATE = {"__reduce_ex__", "__reduce__", "__getstate__"}  # all that is in an object
 _ADDS = {"append", "extend", "insert", "add", "update"}  # methods that tell nothing of what is there
 _BY_KEY = {"get", "__getitem__", "__contains__"}
-# Kinds of values of which most are, and whose use tells nothing; methods that are given one of these.
-_COMMON = frozenset(
-    map(identity, (Tensor, nn.Parameter, bool, int, float, str, type(None), slice, torch.Size, torch.dtype))
-)
 _PLAIN = frozenset(map(identity, (bool, int, float, str, type(None))))
 _METHODS_OF_TENSORS = frozenset(
     identity(one)
@@ -137,7 +134,7 @@ class Reading:
 
     def each(self, frame: FrameType, argument: Any, values: list) -> None:
         for value in values:
-            if identity(type(value)) not in _COMMON:
+            if identity(type(value)) not in COMMON:
                 self.use(value)
 
     def kept(self, frame: FrameType, argument: Any, values: list) -> None:
@@ -376,7 +373,7 @@ class Reading:
         """Arguments are passed to a function."""
         any_attribute = False
         for value in given:
-            if identity(type(value)) not in _COMMON and sort_of(type(value)) != INERT:
+            if identity(type(value)) not in COMMON and sort_of(type(value)) != INERT:
                 any_attribute = any_attribute or identity(type(value)) in _READERS or identity(value) in _READ_ANY
                 if not used:
                     self.use(value)
