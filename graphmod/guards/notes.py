@@ -124,7 +124,7 @@ def form(value: Any) -> tuple | None:
 
 def _held(value: Any) -> tuple[Any, bool]:
     """The value, or a weak reference to it and True: a note keeps nothing alive that the call made."""
-    if is_plain(value) or issubclass(type(value), _HELD):
+    if issubclass(type(value), _HELD) or is_plain(value):
         return value, False
     try:
         return weak_reference(value), True
@@ -156,16 +156,17 @@ class Chance:
         """Takes in a value that code at `where` uses: a generator, or a function that draws from one."""
         if sort_of(type(value)) != OTHER:
             return
-        recorder = dispatch.current()
-        if recorder is not None and (method := _method_of_generator(value)) in METHODS:
+        method = _method_of_generator(value)
+        if method in METHODS and (recorder := dispatch.current()) is not None:
             recorder.refuse(method, METHODS[method])
         if issubclass(type(value), (types.BuiltinMethodType, types.MethodType)):
             value = value.__self__
         of_torch = _is_generator(value)
-        if of_torch and recorder is not None and (self.draws is not None or not recorder.watching):
-            recorder.note_generator(value)
-            return
         if not (of_torch or is_random(value)):
+            return
+        recorder = dispatch.current() if of_torch else None
+        if recorder is not None and (self.draws is not None or not recorder.watching):
+            recorder.note_generator(value)
             return
         known = self._states.get(identity(value))
         if known is None:
