@@ -902,7 +902,6 @@ class Notes:
             return
         if type(value) is types.FunctionType and STANDS_FOR in vars(value):
             value = getattr(value, STANDS_FOR)
-            place = place._replace(value=value)
         read = key is not self._stored
         if (known is None or known.owner is not owner) and self.ages.is_old(owner):
             if issubclass(type(owner), _HELD):
@@ -913,10 +912,8 @@ class Notes:
             if earlier is not None and earlier.container is container:
                 lasting = earlier.before() if lasting is None else lasting
                 read = read and value is earlier.before()
-            if lasting is not None:
-                value = lasting
-                place = place._replace(value=value)
-            known = self.notes[name] = self._first[found] = Note(owner, place, self.here())
+            value = value if lasting is None else lasting
+            known = self.notes[name] = self._first[found] = Note(owner, Place(container, key, value), self.here())
             known.read = read
             self._lead_to(value)
             self._meet(value)
