@@ -28,6 +28,7 @@ from graphmod.guards.values import (
     content_now,
     describe,
     is_plain,
+    is_shown,
     kind_of,
     same_content,
 )
@@ -128,8 +129,10 @@ def differs(name: str, key: Any, was: Any, now: Any, where: tuple, optimizer: An
         optimizer: whose setting it is; None where it is none.
     """
     remedy = between_calls(key, was, now, optimizer)
-    told = f"{name}{_of(optimizer)} was {describe(was)} when it was recorded and is {describe(now)}"
-    return f"{told} (read at {line_of(where)})" + (f"; {remedy}" if remedy else "")
+    told = f"was {describe(was)} when it was recorded and is {'gone' if now is MISSING else describe(now)}"
+    if type(was) is type(now) and not (is_shown(was) or is_shown(now)):
+        told = f"is another {type(was).__name__} than when it was recorded"
+    return f"{name}{_of(optimizer)} {told} (read at {line_of(where)})" + (f"; {remedy}" if remedy else "")
 
 
 def bound_anew(notes: Notes) -> list[Note]:

@@ -31,10 +31,8 @@ from graphmod.guards.values import (
     Kind,
     Slots,
     content_now,
-    describe,
     get,
     is_plain,
-    is_shown,
     kind_of,
     same,
     same_content,
@@ -146,11 +144,7 @@ class Contents:
                 if isinstance(key, str) and not same(was, value[key]):
                     optimizer = self.optimizers.get(id(value))
                     name = repr(key) if optimizer is not None else f"{key!r} of a {type(value).__name__}"
-                    if is_shown(was) or is_shown(value[key]):
-                        return differs(name, key, was, value[key], where, optimizer)
-                    return (
-                        f"{name} is another {type(was).__name__} than when it was recorded (read at {line_of(where)})"
-                    )
+                    return differs(name, key, was, value[key], where, optimizer)
         return f"the items of a {kind_of(value)} are others than when it was recorded (read at {line_of(where)})"
 
     def restore(self) -> None:
@@ -258,20 +252,19 @@ def put(container: Any, note: Note, value: Any) -> None:
         return
     if isinstance(container, Cell):
         container.owner.cell_contents = value
-    elif isinstance(container, (dict, list)) and value is not MISSING:
-        container[note.key] = value
-    elif isinstance(container, dict):
-        container.pop(note.key, None)
-    elif isinstance(container, Slots) and value is not MISSING:
-        object.__setattr__(container.owner, note.key, value)
-    elif isinstance(container, Slots):
-        object.__delattr__(container.owner, note.key)
     elif isinstance(container, (Data, Fields)):
         setattr(container.owner, note.key, value)
-    elif isinstance(container, types.MappingProxyType) and value is not MISSING:
-        type.__setattr__(note.owner, note.key, value)
-    elif isinstance(container, types.MappingProxyType):
-        type.__delattr__(note.owner, note.key)
+    elif isinstance(container, (dict, list)):
+        if value is not MISSING:
+            container[note.key] = value
+        elif isinstance(container, dict):
+            del container[note.key]
+    elif isinstance(container, (Slots, types.MappingProxyType)):
+        attributes = object if isinstance(container, Slots) else type
+        if value is not MISSING:
+            attributes.__setattr__(note.owner, note.key, value)
+        else:
+            attributes.__delattr__(note.owner, note.key)
 
 
 def _columns(places: list[_Guard]) -> tuple[list, list, list]:
@@ -402,6 +395,21 @@ class Guards:
             gradients: whether it matters which gradients are absent.
         """
         self.exchanged = False
+        reason = (
+            self._held_otherwise()
+            or self._come()
+            or self.carries_otherwise()
+            or ("hooks were added to a module in it" if any(self._hooks_of) else None)
+            or self.contents.changed()
+            or (self._recompiles() if self._of_dynamo else None)
+            or self._of_other_class()
+        )
+        if reason is None and gradients and list(map(_has_none, self._may_have_gradients)) != self._absent_gradients:
+            return "other gradients are there, or absent, than when it was recorded"
+        return reason
+
+    def _held_otherwise(self) -> str | None:
+        """A place that holds something else, in words."""
         try:
             same_objects = (
                 all(map(_is, map(_get, self._dicts, self._names, repeat(MISSING)), self._in_dicts))
@@ -414,34 +422,8 @@ class Guards:
             )
         except Exception as error:  # KeyError and IndexError, or whatever a container of the user's raises
             let_through(error)
-            return self._gone()
-        if not same_objects:
-            reason = self._other()
-            if reason is not None:
-                return reason
-        if list(map(len, self._without)) != self._lengths:
-            reason = self._come()
-            if reason is not None:
-                return reason
-        reason = self.carries_otherwise()
-        if reason is not None:
-            return reason
-        for note in self._unset:
-            if note.now() is not MISSING:
-                return differs(name_of(note), note.key, MISSING, note.now(), note.where)
-        if any(self._hooks_of):
-            return "hooks were added to a module in it"
-        reason = self.contents.changed() or (self._recompiles() if self._of_dynamo else None)
-        if reason is not None:
-            return reason
-        for one, kind in self._named_weakly:
-            if type(one()) is not kind:
-                return f"one {kind.__name__} is gone, or has another class than when it was recorded"
-        if list(map(type, self._objects)) != self._kinds:
-            return f"{self._of_other_class()} has another class than when it was recorded"
-        if gradients and list(map(_has_none, self._may_have_gradients)) != self._absent_gradients:
-            return "other gradients are there, or absent, than when it was recorded"
-        return None
+            return self._other() or "an object it reads cannot be looked into any more"
+        return None if same_objects else self._other()
 
     def carries_otherwise(self, leaves: Iterable[Tensor] = ()) -> str | None:
         """Which tensor whose values the next call reads is one of another form, or lies where another of the callable
@@ -469,15 +451,15 @@ class Guards:
         with as_in_forwards():
             return next((reason for one in self._of_dynamo if (reason := one.changed(now)) is not None), None)
 
-    def _of_other_class(self) -> str:
+    def _of_other_class(self) -> str | None:
+        """An object whose class was exchanged, in words."""
+        for one, kind in self._named_weakly:
+            if type(one()) is not kind:
+                return f"one {kind.__name__} is gone, or has another class than when it was recorded"
+        if list(map(type, self._objects)) == self._kinds:
+            return None
         found = next(kind for one, kind in zip(self._objects, self._kinds, strict=True) if type(one) is not kind)
-        return f"one {found.__name__}"
-
-    def _gone(self) -> str:
-        for place in self._places:
-            if place.now() is MISSING:
-                return f"{name_of(place.note)} was {describe(place.value)} when it was recorded and is gone"
-        return "an object it reads cannot be looked into any more"
+        return f"one {found.__name__} has another class than when it was recorded"
 
     def _other(self) -> str | None:
         try:
@@ -500,10 +482,8 @@ class Guards:
         was, note = place.value, place.note
         if not same(was, there):
             self.exchanged = self.exchanged or not (is_plain(was) or is_plain(there))
-            if is_shown(was) or is_shown(there):
-                optimizer = self._of_optimizer.get(id(note.owner))
-                return differs(name_of(note), note.key, was, there, note.where, optimizer)
-            return f"{name_of(note)} is another {type(was).__name__} than when it was recorded"
+            optimizer = self._of_optimizer.get(id(note.owner))
+            return differs(name_of(note), note.key, was, there, note.where, optimizer)
         if isinstance(was, CONTAINERS):  # go on with the equal one that has taken its place
             for one in (*self._places, *self.bound):
                 one.container = there if one.container is was else one.container
@@ -513,12 +493,16 @@ class Guards:
         return None
 
     def _come(self) -> str | None:
-        for index, (container, notes) in enumerate(zip(self._without, self._absent, strict=True)):
-            for note in notes:
-                now = get(container, note.key)
-                if now is not MISSING:
-                    return differs(name_of(note), note.key, MISSING, now, note.where)
-            self._lengths[index] = len(container)
+        """What is where nothing was, in words."""
+        lengths = list(map(len, self._without))
+        empty = [(note.container, note) for note in self._unset]
+        if lengths != self._lengths:
+            empty += [(one, note) for one, notes in zip(self._without, self._absent, strict=True) for note in notes]
+        for container, note in empty:
+            now = get(container, note.key)
+            if now is not MISSING:
+                return differs(name_of(note), note.key, MISSING, now, note.where)
+        self._lengths = lengths
         return None
 
     # -- the state of the recorded call --------------------------------------------------------------------------
