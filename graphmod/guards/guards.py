@@ -44,16 +44,17 @@ from graphmod.trace.operations import address, is_leaf
 from graphmod.trace.undo import let_through
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_is, _getitem = operator.is_, operator.getitem
+_is, _getitem, _call = operator.is_, operator.getitem, operator.call
 _get = dict.get  # runs no `__missing__`
 _cell_contents = operator.attrgetter("cell_contents")
 _fields = operator.attrgetter(*Fields.NAMES)
 _flat = chain.from_iterable
 _NAMED = (dict, types.MappingProxyType)  # where something comes only if there is more of it
 _MOST_LEVELS = 16  # of containers in containers, each in the place of an equal one
-_BUILT_IN = (list, deque, set, dict, OrderedDict, defaultdict)  # other classes may answer otherwise
+_FLAT = (list, deque, dict)  # whose items are compared one by one
+_BUILT_IN = (*_FLAT, set, OrderedDict, defaultdict)  # other classes may answer otherwise
 _UNCHANGING = (tuple, frozenset)  # where they lie is compared
-_data_ptr, _size, _stride = Tensor.data_ptr, Tensor.size, Tensor.stride
+_data_ptr = Tensor.data_ptr
 _requires_grad = operator.attrgetter("requires_grad")
 _ORDINARY = (Tensor, nn.Parameter)
 
@@ -100,32 +101,23 @@ class Contents:
         values = [value for value, _ in self.found]
         self._replaced = False
         self._items = list(map(content_now, values))
-        self._empty = [value for value in values if type(value) in _BUILT_IN and not value]
-        self._dicts = [value for value in values if type(value) is dict and value]
-        self._sequences = [value for value in values if type(value) in (list, deque) and value]
-        known = {id(value) for value in (*self._empty, *self._dicts, *self._sequences)}
+        self._counted = [one for one in values if type(one) in _FLAT or (type(one) in _BUILT_IN and not one)]
+        known = set(map(id, self._counted))
         self._others = [value for value in values if id(value) not in known and not isinstance(value, _UNCHANGING)]
-        self._holds_something = bool(self._dicts or self._sequences or self._others)
-        self._lengths, self._flat, self._inside = self._now()
-
-    def _now(self) -> tuple[list[int], list[Any], list[tuple]]:
-        dicts, sequences = self._dicts, self._sequences
-        flat = [*_flat(dicts), *_flat(map(dict.values, dicts)), *_flat(sequences)]
-        return [*map(len, dicts), *map(len, sequences)], flat, list(map(content_now, self._others))
+        self._lengths, self._inside = list(map(len, self._counted)), list(map(content_now, self._others))
+        self._parts = [one.__iter__ for one in self._counted if one]
+        self._parts += [one.values for one in self._counted if type(one) is dict and one]
+        self._flat = list(_flat(map(_call, self._parts)))
 
     def changed(self) -> str | None:
         """The container in which something is no longer as it was, in words."""
-        if self._replaced or any(self._empty):
+        flat = _flat(map(_call, self._parts))
+        if self._replaced or list(map(len, self._counted)) != self._lengths or not all(map(_is, flat, self._flat)):
             return self._compare()
-        if not self._holds_something:
-            return None
-        lengths, flat, inside = self._now()
-        if lengths == self._lengths and all(map(_is, flat, self._flat)):
-            for now, before in zip(inside, self._inside, strict=True):
-                if len(now) != len(before) or not all(map(same_plain, now, before)):
-                    return self._compare()
-            return None
-        return self._compare()
+        for now, before in zip(map(content_now, self._others), self._inside, strict=True):
+            if len(now) != len(before) or not all(map(same_plain, now, before)):
+                return self._compare()
+        return None
 
     def _compare(self) -> str | None:
         for (value, where), items in zip(self.found, self._items, strict=True):
@@ -159,7 +151,7 @@ class Contents:
 
 
 def _form(tensor: Tensor) -> tuple:
-    return type(tensor), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+    return tensor.size(), tensor.stride(), tensor.dtype, type(tensor), tensor.is_conj(), tensor.is_neg()
 
 
 def _inner_tensors(tensor: Tensor) -> list[tuple[Tensor, str, Tensor]]:
@@ -194,8 +186,6 @@ class TensorWatch:
         self.tensors = [tensor for tensor in found.values() if tensor.layout is torch.strided]
         self.staying = [tensor for tensor in self.tensors if id(tensor) not in moving]
         self._addresses = list(map(_data_ptr, self.staying))
-        self._sizes = list(map(_size, self.tensors))
-        self._strides = list(map(_stride, self.tensors))
         self._flags = list(map(_requires_grad, self.tensors))
         self._forms = list(map(_form, self.tensors))
         self._alike: Callable[..., bool] | None = None
@@ -214,13 +204,12 @@ class TensorWatch:
     def _of_other_kind(self) -> str | None:
         """A tensor of another shape, or that requires grad where it did not, in words."""
         tensors = self.tensors
-        if list(map(_stride, tensors)) != self._strides or list(map(_size, tensors)) != self._sizes:
-            return "a tensor it reads has another shape or other strides than when it was recorded"
+        if list(map(_form, tensors)) != self._forms:
+            named = self._named(tensors, self._forms, _form)
+            return f"{named} has another shape, other strides, another dtype or class than when it was recorded"
         if list(map(_requires_grad, tensors)) != self._flags:
             self.exchanged = False
             return f"requires_grad of {self._named(tensors, self._flags, _requires_grad)} changed"
-        if list(map(_form, tensors)) != self._forms:
-            return "a tensor it reads has another dtype or class than when it was recorded"
         self._alike = alike(tensors)  # which depends on modes, such as autocast, as they are now
         return None
 
