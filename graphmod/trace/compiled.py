@@ -22,7 +22,7 @@ from graphmod.torch_private import BEGINS, ENDS, EVAL_FRAME, INDUCTOR_CODE, mode
 from graphmod.trace import dispatch
 from graphmod.trace.dispatch import Watcher
 from graphmod.trace.operations import Facts
-from graphmod.trace.undo import Undo
+from graphmod.trace.undo import OpenInThread, Undo
 from graphmod.trace.untraced import untraced
 
 
@@ -93,14 +93,7 @@ def replacements() -> list[tuple[Any, str, Any]]:
     return [(dynamo, BEGINS, _beginning(getattr(dynamo, BEGINS))), (dynamo, ENDS, _ending(getattr(dynamo, ENDS)))]
 
 
-class _Regions(threading.local):
-    """Calls of compiled code that this thread is in: the frame that made it, and whether it is over."""
-
-    def __init__(self) -> None:
-        self.open: list[list[Any]] = []
-
-
-_regions = _Regions()
+_regions = OpenInThread()  # calls of compiled code: the frame that made it, whether it is over, what is to be undone
 
 
 def _beginning(begins: Callable) -> Callable:
@@ -129,7 +122,7 @@ def _ending(ends: Callable) -> Callable:
         top = _regions.open[-1] if _regions.open else None
         # Where an error comes before the last of the other calls, it is put back what was there before: nothing.
         if top is not None and (top[1] or (top[0] == id(sys._getframe(1)) and not callable(args[0]))):
-            leave(regions(), len(regions()) - 1)
+            leave(_regions.open, len(_regions.open) - 1)
         return result
 
     return end

@@ -64,12 +64,14 @@ class Undo:
             raised = error = None  # whose frames lead here
 
 
-class _OfThread(threading.local):
+class OpenInThread(threading.local):
+    """What the present thread has begun and not ended, the last one last."""
+
     def __init__(self) -> None:
-        self.open: list[Undo] = []
+        self.open: list[Any] = []
 
 
-_of_thread = _OfThread()
+_of_thread = OpenInThread()
 
 
 class _UnderWay(threading.local):
@@ -92,10 +94,6 @@ under_way = _UnderWay()
 def undoing(body: Callable[[Undo], T]) -> T:
     """Calls `body` with what it may enter contexts through, and leaves these whatever comes; returns what it gives."""
     undo_left()
-    return _undoing(body)
-
-
-def _undoing(body: Callable[[Undo], T]) -> T:
     undo, under_way = Undo(), _of_thread.open
     error = None
     try:
@@ -129,9 +127,9 @@ def undo_left() -> None:
     under_way = _of_thread.open
     if not under_way:
         return
-    running, caller = 0, sys._getframe().f_back
+    running, caller = 0, sys._getframe(1).f_back  # whoever calls this has nothing open yet, `undoing` neither
     while caller is not None:
-        running += caller.f_code is _undoing.__code__
+        running += caller.f_code is undoing.__code__
         caller = caller.f_back
     while len(under_way) > running:
         under_way[-1].run()
