@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from graphmod.torch_private import BelowAutograd, NoAutocast, OpOverload, TensorBase, set_grad_enabled
-from graphmod.trace.compiled import CompiledGraph
 from graphmod.trace.dispatch import hidden
 from graphmod.trace.hazards import CONSTANTS, PLAIN, Hazard, Origins, is_mask
 from graphmod.trace.operations import Facts, address, each_tensor, tensors_in, written
@@ -139,7 +138,7 @@ class HostReads:
 
     def _is_other(self, op: Any, about: Facts, args: tuple, random: bool) -> bool:
         """Whether an operation is of a kind that is not done again."""
-        if isinstance(op, CompiledGraph) or not isinstance(op, OpOverload) or not about.name.startswith("aten::"):
+        if not isinstance(op, OpOverload) or not about.name.startswith("aten::"):
             return True
         if about.dynamic and (about.short != "index" or any(map(is_mask, args[1]))):
             return True
@@ -323,23 +322,13 @@ class HostReads:
             memories[id(memory)] = tensor.untyped_storage(), _offset(tensor) - memory.offset
 
         for step in self._steps:
-            given, named = (
-                _each_view(step.args, there),
-                {key: _each_view(one, there) for key, one in step.kwargs.items()},
-            )
+            given = each_tensor(step.args, there, _View)
+            named = {key: each_tensor(one, there, _View) for key, one in step.kwargs.items()}
             results = list(tensors_in((step.op(*given, **named),)))
             for index, memory in step.made:
                 take(memory, results[index])
         for compute in self._wanted:
             yield compute(there)
-
-
-def _each_view(value: Any, there: Callable[[_View], Tensor]) -> Any:
-    if type(value) is _View:
-        return there(value)
-    if type(value) in (list, tuple):
-        return type(value)([_each_view(one, there) for one in value])
-    return value
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -366,13 +355,10 @@ def _on_host(found: list[Tensor], dtypes: list[torch.dtype | None]) -> list[Any]
     parts = list(map(_bytes, found))
     ends: dict[torch.device, bytes] = {}
     for device in {part.device for part in parts}:
-        ends[device] = _content(torch.cat([part for part in parts if part.device == device]))
+        content = torch.cat([part for part in parts if part.device == device])
+        ends[device] = TensorBase.numpy(content.cpu()).tobytes()
     values: list[Any] = []
     for part, dtype in zip(parts, dtypes, strict=True):
-        content, ends[part.device] = ends[part.device][: len(part)], ends[part.device][len(part) :]
-        values.append(content if dtype is None else torch.frombuffer(bytearray(content), dtype=dtype).item())
+        own, ends[part.device] = ends[part.device][: len(part)], ends[part.device][len(part) :]
+        values.append(own if dtype is None else torch.frombuffer(bytearray(own), dtype=dtype).item())
     return values
-
-
-def _content(tensor: Tensor) -> bytes:
-    return TensorBase.numpy(tensor.cpu()).tobytes()

@@ -52,12 +52,12 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-def each_tensor(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """The value with each tensor in it replaced by what `change` makes of it."""
-    if isinstance(value, Tensor):
+def each_tensor(value: Any, change: Callable[[Any], Any], kind: type = Tensor) -> Any:
+    """The value with each tensor in it, or what else is of a kind, replaced by what `change` makes of it."""
+    if isinstance(value, kind):
         return change(value)
     if isinstance(value, (list, tuple)):
-        return type(value)([each_tensor(one, change) for one in value])
+        return type(value)([each_tensor(one, change, kind) for one in value])
     return value
 
 
