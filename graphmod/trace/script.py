@@ -36,20 +36,16 @@ class Kept:
 
     def keep(self, result: Any) -> None:
         """Takes in the operation's result, of the recorded call."""
-        if self.kind == "arguments":
-            device = next((t.device for t in tensors_in((result,)) if t.is_cuda), None)
-            self._value = [tensor.to(device) for tensor in self._constants]
-            self.where = set(map(address, self._value))
-            self._constants = []
+        if self.kind == "result":
+            self._made_at = {address(tensor) for tensor in tensors_in((result,))} - {0}
+            self._value = each_tensor(result, lambda tensor: tensor.detach().clone())
             return
-        if self.kind == "masks":
-            device = next(tensors_in((result,))).device
-            self._value = [[at.to(device) for at in mask.nonzero().unbind(1)] for mask in self._constants]
-            self.where = set(map(address, tensors_in(self._value)))
-            self._constants = []
-            return
-        self._made_at = {address(tensor) for tensor in tensors_in((result,))} - {0}
-        self._value = each_tensor(result, lambda tensor: tensor.detach().clone())
+        masks = self.kind == "masks"
+        device = next((tensor.device for tensor in tensors_in((result,)) if masks or tensor.is_cuda), None)
+        parts = [one.nonzero().unbind(1) if masks else (one,) for one in self._constants]
+        self._value = [[part.to(device) for part in own] for own in parts]  # in the place of each constant
+        self.where = set(map(address, tensors_in(self._value)))
+        self._constants = []
 
     def note_write(self, where: int) -> None:
         """Takes in that the recorded call changed what lies at an address."""
@@ -67,7 +63,7 @@ class Kept:
             if self.kind == "masks":
                 indices = isinstance(value, (list, tuple))
                 return [one for part in value for one in other.get(id(part), [part])] if indices else value
-            return each_tensor(value, lambda tensor: other.get(id(tensor), tensor))
+            return each_tensor(value, lambda tensor: other.get(id(tensor), (tensor,))[0])
 
         return tuple(map(swap, args)), {key: swap(value) for key, value in kwargs.items()}
 
