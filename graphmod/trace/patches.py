@@ -6,11 +6,11 @@ Such functions belong to the process. So each replacement is put in once, by who
 whoever leaves last; it passes on the calls that no recorder watches.
 """
 
-import functools
 import sys
 import threading
 import types
 from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
 import numpy
@@ -105,7 +105,7 @@ def _recorded(owner: Any, name: str, run: Callable) -> Replacement:
     """Has `run(recorder, original, *args, **kwargs)` called in the place of a function where a recorder watches."""
     original = getattr(owner, name)
 
-    @functools.wraps(original)
+    @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         recorder = dispatch.current()
         return original(*args, **kwargs) if recorder is None else run(recorder, original, *args, **kwargs)
@@ -140,10 +140,9 @@ def _state(on_gpu: bool, nothing: Any, recorder: Watcher, original: Any, *args: 
     return original(*args, **kwargs) if recorder.watching else nothing
 
 
-def _seed(recorder: Watcher, original: Any, *args: Any, **kwargs: Any) -> Any:
-    recorder.refuse(original.__name__, SEEDS)
-    with dispatch.hidden():  # one of them calls others
-        return original(*args, **kwargs)
+def _refused(name: str, reason: Reason, recorder: Watcher, original: Any, *args: Any, **kwargs: Any) -> Any:
+    recorder.refuse(name, reason)
+    return _unseen(recorder, original, *args, **kwargs)  # one of them calls others
 
 
 def _read(recorder: Watcher, original: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -151,11 +150,6 @@ def _read(recorder: Watcher, original: Any, tensor: Tensor, *args: Any, **kwargs
     if not recorder.on_gpu or original.__name__ not in ("cpu", "__dlpack__"):
         recorder.note_host_read(tensor, original.__name__)
     return original(tensor, *args, **kwargs)
-
-
-def _save(recorder: Watcher, original: Any, *args: Any, **kwargs: Any) -> Any:
-    recorder.refuse("torch.save", _SAVED)
-    return original(*args, **kwargs)
 
 
 def _resize(recorder: Watcher, original: Any, storage: torch.UntypedStorage, size: int) -> Any:
@@ -198,7 +192,7 @@ def _make_like(recorder: Watcher, new_tensor: Any, like: Tensor, *args: Any, **k
     if has_torch_function((like,)):
         return handle_torch_function(new_tensor, (like,), like, *args, **kwargs)
     device = kwargs.pop("device", None) or like.device
-    return _make(recorder, functools.partial(new_tensor, like), *args, device=device, **kwargs)
+    return _make(recorder, partial(new_tensor, like), *args, device=device, **kwargs)
 
 
 def _index(recorder: Any, original: Any, tensor: Tensor, key: Any, *value: Any) -> Any:
@@ -274,9 +268,10 @@ def _is_script(function: Any) -> bool:
 
 def _replacements() -> list[Replacement]:
     device_constructors()  # which keeps the functions that it finds when it is first asked
+    save = partial(_refused, "torch.save", _SAVED)
     found = [
         *(_recorded(Tensor, name, _read) for name in ("numpy", "tolist", "cpu", "__dlpack__")),
-        *(_recorded(module, "save", _save) for module in (torch, torch.serialization)),
+        *(_recorded(module, "save", save) for module in (torch, torch.serialization)),
         _recorded(torch.UntypedStorage, "resize_", _resize),
         *(_recorded(torch, name, _make) for name in ("tensor", "as_tensor", "asarray")),
         *(_recorded(module, "one_hot", _one_hot) for module in (nn_functions, torch.nn.functional)),
@@ -292,10 +287,10 @@ def _replacements() -> list[Replacement]:
     if hasattr(owner, name):
         found.append(_recorded(owner, name, _unseen))
     for on_gpu, module in ((False, torch), (False, torch.random), (True, torch.cuda), (True, torch.cuda.random)):
-        found.append(_recorded(module, "get_rng_state", functools.partial(_state, on_gpu, _NO_STATE)))
-        found.append(_recorded(module, "set_rng_state", functools.partial(_state, on_gpu, None)))
+        found.append(_recorded(module, "get_rng_state", partial(_state, on_gpu, _NO_STATE)))
+        found.append(_recorded(module, "set_rng_state", partial(_state, on_gpu, None)))
         names = [name for name in _SEEDING if isinstance(getattr(module, name, None), types.FunctionType)]
-        found += [_recorded(module, name, _seed) for name in names]
+        found += [_recorded(module, name, partial(_refused, name, SEEDS)) for name in names]
     found += [_recorded(kind, "__call__", compiled.shown) for kind in compiled.kinds()]
     beside_the_key = dispatch.replacements() if dispatch.has_key() else []
     return [*beside_the_key, *_is_capturing(), *found, *compiled.replacements()]
