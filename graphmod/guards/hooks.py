@@ -26,14 +26,14 @@ class HookWatch:
     def __init__(self, parameters: list[Tensor]) -> None:
         self._free = [p for p in parameters if not has_gradient_hooks(p)]
         self._hooked = [p for p in parameters if has_gradient_hooks(p)]
-        self._before = [_those_of(p) for p in self._hooked]
+        self._before = [list(_hooks_of(p)) for p in self._hooked]
         self._handles = RemovableHandle.next_id
 
     def changed(self) -> str | None:
         """Which hooks came or went, in words."""
         handles = RemovableHandle.next_id
         reason = self.added()
-        if reason is None and self._hooked and list(map(_those_of, self._hooked)) != self._before:
+        if reason is None and [list(_hooks_of(p)) for p in self._hooked] != self._before:
             reason = "a gradient hook of a parameter was removed or exchanged"
         if reason is None:
             self._handles = handles
@@ -50,8 +50,9 @@ class HookWatch:
         return None
 
 
-def _those_of(parameter: Tensor) -> tuple:
-    return (*(parameter._backward_hooks or {}), *(parameter._post_accumulate_grad_hooks or {}))
+def _hooks_of(parameter: Tensor) -> dict[int, Any]:
+    """The gradient hooks of a parameter, by the numbers of their handles."""
+    return {**(parameter._backward_hooks or {}), **(parameter._post_accumulate_grad_hooks or {})}
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
@@ -60,8 +61,7 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
 
 def has_hooks_of_others(parameter: Tensor) -> bool:
     """Whether a parameter has gradient hooks that are not this package's own, whose order matters to nobody."""
-    hooks = (parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {})
-    return any(not is_ours(hook) for those in hooks for hook in those.values())
+    return not all(map(is_ours, _hooks_of(parameter).values()))
 
 
 def several_hooks(parameters: list[Tensor]) -> bool:
@@ -73,16 +73,12 @@ def on_accumulator(parameter: Tensor) -> bool:
     """Whether somebody has put hooks on the node that accumulates the gradient of a parameter, and keeps that alive."""
     node = torch.autograd.graph.get_gradient_edge(parameter).node
     for register in (node.register_hook, node.register_prehook):
-        handle = register(_nothing)  # which comes to know of the others
+        handle = register(lambda *_: None)  # which comes to know of the others
         hooks = handle.hooks_dict_ref() or {}
         handle.remove()
         if not all(map(is_ours, hooks.values())):
             return True
     return False
-
-
-def _nothing(*_: Any) -> None:
-    pass
 
 
 def is_ours(hook: Any) -> bool:
