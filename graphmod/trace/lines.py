@@ -15,10 +15,11 @@ from graphmod.torch_private import current_node
 
 CORE, TORCH = str(Path(__file__).parent.parent) + os.sep, str(Path(torch.__file__).parent) + os.sep
 STDLIB = sysconfig.get_path("stdlib") + os.sep
-_LOGGING = str(Path(logging.__file__).parent)
+_LOGGING = str(Path(logging.__file__).parent)  # which formats what it is given: what matters is the line that logs
 # How torch gets from a call to an operation: of these no line tells anything.
-_PLUMBING = (f"{TORCH}_", f"{TORCH}nn/modules/module.py", f"{TORCH}utils/_", f"{TORCH}autograd/", CORE)
+_PLUMBING = (f"{TORCH}_", f"{TORCH}nn/modules/module.py", f"{TORCH}utils/_", f"{TORCH}autograd/", CORE, _LOGGING)
 _COMMANDS = (f"{CORE}cli{os.sep}", f"{CORE}check{os.sep}cli.py")  # beyond which no code is the user's
+_TOLD = ("library", "user")  # kinds of files whose lines say where something was
 _ENGINE = "_engine_run_backward"
 _WRAPPED = (f"{TORCH}optim/optimizer.py", f"{TORCH}optim/lr_scheduler.py")
 
@@ -64,12 +65,6 @@ def is_library(filename: str) -> bool:
 
 
 @functools.cache
-def is_users(filename: str) -> bool:
-    """Whether a file is neither a library's nor part of this package."""
-    return not is_library(filename) and not os.path.normpath(filename).startswith(CORE)
-
-
-@functools.cache
 def _kind(path: str) -> str:
     if path.startswith(_COMMANDS):
         return "command"
@@ -80,11 +75,9 @@ def _kind(path: str) -> str:
     return "library" if is_library(path) else "user"
 
 
-@functools.cache
-def _is_internal(path: str) -> bool:
-    """Whether a file is of torch, or of this package; or of logging, which formats what it is given: the line that
-    matters is the one that logs."""
-    return path.startswith(_LOGGING) or "/torch/" in path or _kind(path) in ("plumbing", "torch", "command")
+def is_users(filename: str) -> bool:
+    """Whether a file is neither a library's nor part of this package."""
+    return _kind(os.path.normpath(filename)) == "user"
 
 
 def users(frame: FrameType | None) -> FrameType | None:
@@ -99,7 +92,7 @@ def user_frame() -> tuple[CodeType | None, int]:
     frame: FrameType | None = sys._getframe(3)  # what is nearer belongs to recorders
     while frame is not None:
         code = frame.f_code
-        if not _is_internal(code.co_filename):
+        if _kind(code.co_filename) in _TOLD:
             return code, frame.f_lineno
         frame = frame.f_back
     return None, 0
@@ -109,7 +102,7 @@ def location_of(error: BaseException) -> str | None:
     """The line of the user's code in which an error arose; None where none was involved."""
     found, trace = None, error.__traceback__
     while trace is not None:
-        if not _is_internal(trace.tb_frame.f_code.co_filename):
+        if _kind(trace.tb_frame.f_code.co_filename) in _TOLD:
             found = location(trace.tb_frame.f_code, trace.tb_lineno)
         trace = trace.tb_next
     return found

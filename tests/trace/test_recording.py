@@ -758,3 +758,11 @@ def test_tensors_that_stand_for_others_are_made_and_used_in_a_call(device):
         x = torch.randn(2, 4, generator=torch.Generator().manual_seed(i)).to(device)
         assert torch.equal(captured(x), step(x))
     assert captured.stats.replays > 1, captured.last_failure
+
+
+def test_a_line_of_code_in_a_folder_called_torch_is_told(device):
+    code = compile("def use(x):\n    return x * 2\n", "/home/me/torch/mine.py", "exec")
+    found = {}
+    exec(code, found)
+    recorder, _ = watched(found["use"], torch.ones(2, device=device), gpu=on(device))
+    assert recorder.trace[0].location == "/home/me/torch/mine.py:2 in use"
