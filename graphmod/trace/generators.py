@@ -47,13 +47,14 @@ def kinds_followed() -> tuple[type, ...]:
     return random.Random, *(getattr(numpy, name) for name in ("RandomState", "Generator") if hasattr(numpy, name))
 
 
-def same_generator(one: torch.Generator, other: torch.Generator) -> bool:
+def same_generator(one: Any, other: Any) -> bool:
     """Whether two objects stand for one generator: operations are given another than the user holds."""
-    return _stands_for(one) == _stands_for(other)
+    of_torch = isinstance(one, torch.Generator) and isinstance(other, torch.Generator)
+    return one is other or (of_torch and _stands_for(one) == _stands_for(other))
 
 
 def _stands_for(generator: Any) -> int:
-    """What an object stands for, whose class is typed without it."""
+    """What an object of torch stands for, whose class is typed without it."""
     return generator._cdata
 
 

@@ -49,6 +49,7 @@ _DRAW = {
 _CHOOSE = {"choice", "choices", "sample"}  # of what they are given
 _FEW = 16  # which are looked at sooner than their container's age
 _PLAIN = (int, str, bytes, bool, type(None))
+_MANY = (complex, dict, set)  # which are hardly ever the same again
 # What a method may be given: going through it twice runs no code of the user's, and uses nothing up.
 _GIVEN = {*_PLAIN, float, range, list, tuple, torch.nn.ModuleList, torch.nn.Sequential}
 _HOLDS = (list, tuple, set, frozenset, dict)
@@ -112,7 +113,7 @@ class HostDraws:
 
     def begin(self, generator: Any) -> None:
         """Takes in a generator before the call draws from it."""
-        if all(generator is not known for known, _ in self._before):
+        if not any(same_generator(generator, known) for known, _ in self._before):
             self._before.append((generator, state_of(generator)))
 
     def before(self, op: Any, about: Facts, args: tuple, kwargs: dict, random: bool) -> tuple | None:
@@ -131,13 +132,8 @@ class HostDraws:
             self._known = False
             return None
         if random:
-            self.begin(self._known_as(kwargs.get("generator") or torch.default_generator))
+            self.begin(kwargs.get("generator") or torch.default_generator)
         return op._op, each_tensor(args, self._view), {key: each_tensor(one, self._view) for key, one in kwargs.items()}
-
-    def _known_as(self, generator: torch.Generator) -> torch.Generator:
-        """The object that is known of a generator."""
-        of_torch = (one for one, _ in self._before if isinstance(one, torch.Generator))
-        return next((one for one in of_torch if same_generator(one, generator)), generator)
 
     def done(self, kept: tuple | None, result: Any, fresh: list[Tensor]) -> None:
         """Takes in what an operation made, of which `fresh` lies in memory that may have been another tensor's."""
@@ -235,7 +231,7 @@ class HostDraws:
             if known != index:  # nobody can tell which of the two code has in its hands
                 self._must_be_again(known)
                 self._must_be_again(index)
-        elif chosen or isinstance(value, float) or _is_exact(value):
+        elif chosen or isinstance(value, (*_PLAIN, float)) or not (isinstance(value, _MANY) or _is_array(value)):
             self._must_be_again(index)
         else:
             self._known = False
@@ -406,11 +402,6 @@ _READS_OTHERWISE = "a value that it reads on the host is another than any that w
 OTHERWISE = "a random number that it draws on the host chooses another branch than any that was recorded"
 
 
-def _is_exact(value: Any) -> bool:
-    """Whether a value that is drawn again must be the same: a number of a few."""
-    return isinstance(value, _PLAIN) or not (isinstance(value, (float, complex, dict, set)) or _is_array(value))
-
-
 def _is_number(value: Any) -> bool:
     """Whether to compare a value runs no code of the user's."""
     return isinstance(value, (int, float)) and (type(value) in _GIVEN or _is_array(value))
@@ -427,12 +418,9 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    if isinstance(one, float) and isinstance(other, float) and math.isnan(one):
-        return math.isnan(other)
-    same = isinstance(one, (*_PLAIN, float)) and type(one) is type(other) and one == other
-    return same and (not isinstance(one, float) or math.copysign(1, one) == math.copysign(1, other))
+    if isinstance(one, float) and type(one) is type(other):
+        return repr(one) == repr(other)  # NaN is NaN, and 0.0 is not -0.0
+    return one is other or (isinstance(one, _PLAIN) and type(one) is type(other) and one == other)
 
 
 def _operate(op: Any, args: tuple, kwargs: dict, made: list) -> None:
