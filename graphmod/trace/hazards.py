@@ -85,7 +85,9 @@ def is_harmless(op: Any, about: Facts) -> bool:
 def hazard(operation: str, lines: Lines, reason: Reason, on_gpu: bool) -> Hazard:
     """A reason with its place; of an optimizer's step, with what helps for this optimizer."""
     if lines.optimizer is None:
-        return Hazard(operation, lines, reason.effect, (reason is _READ and _remedy_in(lines)) or reason.remedy)
+        of_library = (lines.library or "").startswith
+        known = (remedy for part, remedy in _REMEDIES_IN.items() if reason is _READ and of_library(part))
+        return Hazard(operation, lines, reason.effect, next(known, reason.remedy))
     name = type(lines.optimizer).__name__
     effect = f"the step of {name} reads or changes values on the host, such as its step count or learning rate, which "
     return Hazard(operation, lines, effect + "no replay would do", _remedy_for(lines.optimizer, on_gpu))
@@ -104,6 +106,7 @@ def _remedy_for(optimizer: torch.optim.Optimizer, on_gpu: bool) -> str:
     return f"build {type(optimizer).__name__} with {flags}{rate}, or {outside}"
 
 
+# What the user of a library can do about code of it that reads values on the host.
 _REMEDIES_IN = {
     f"{_PACKAGES}/transformers/masking_utils.py": "pass no attention_mask where nothing is padded, or load the "
     "model with attn_implementation='eager'",
@@ -114,13 +117,6 @@ _REMEDIES_IN = {
     f"{TORCH}nn/utils/clip_grad.py": "call it with error_if_nonfinite=False",
     f"{TORCH}optim/swa_utils.py": "keep update_parameters() outside of the captured call",
 }
-
-
-def _remedy_in(lines: Lines) -> str | None:
-    """What its user can do about code of a library that reads values on the host; None where that is not known."""
-    if lines.library is None:
-        return None
-    return next((remedy for part, remedy in _REMEDIES_IN.items() if lines.library.startswith(part)), None)
 
 
 UNDER_A_MODE = Reason("computes under a dispatch mode, whose Python code a replay would not run", OUTSIDE)
@@ -286,9 +282,7 @@ class Check:
         found = max((self._origins.of(address(tensor), tensor) for tensor in tensors), default=CONSTANTS)
         if found == CHANCE:
             return READ_CHANCE
-        if found != CONSTANTS:
-            return _READ
-        return _READ if any(tensor.is_cuda for tensor in tensors) else None
+        return _READ if found != CONSTANTS or any(tensor.is_cuda for tensor in tensors) else None
 
     def reason(self, op: Any, about: Facts, args: tuple, kwargs: dict, given: list[Tensor]) -> Reason | None:
         """Why a graph cannot repeat an operation that is about to run."""
@@ -330,7 +324,7 @@ class Check:
         for tensor in given:
             if tensor.layout is not torch.strided or tensor.is_nested:
                 return Reason("works on a sparse or nested tensor, whose size depends on the data", OUTSIDE)
-            if tensor.__class__ not in PLAIN and _has_python(tensor):
+            if tensor.__class__ not in PLAIN and type(tensor).__torch_dispatch__ is not no_dispatch_of_its_own:
                 return Reason(
                     f"works on a {type(tensor).__name__}, a kind of tensor with Python code of its own, which a replay "
                     "would not run",
@@ -421,10 +415,6 @@ def needed(reason: Reason, args: tuple, given: list[Tensor], on_gpu: bool) -> li
     if reason.kept == "masks":
         return [index for index in args[1] if is_mask(index)]
     return [tensor for tensor in given if not tensor.is_cuda] if on_gpu and reason.kept == "arguments" else given
-
-
-def _has_python(tensor: Tensor) -> bool:
-    return type(tensor).__torch_dispatch__ is not no_dispatch_of_its_own
 
 
 def is_mask(index: Any) -> bool:
