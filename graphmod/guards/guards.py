@@ -46,8 +46,6 @@ from graphmod.trace.undo import let_through
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _is, _getitem, _call = operator.is_, operator.getitem, operator.call
 _get = dict.get  # runs no `__missing__`
-_cell_contents = operator.attrgetter("cell_contents")
-_fields = operator.attrgetter(*Fields.NAMES)
 _flat = chain.from_iterable
 _NAMED = (dict, types.MappingProxyType)  # where something comes only if there is more of it
 _MOST_LEVELS = 16  # of containers in containers, each in the place of an equal one
@@ -335,15 +333,13 @@ class Guards:
 
     def _sort_places(self) -> None:
         """Lays the places out so that no code in Python is needed to look at most of them."""
-        cells, fields, dicts, others = [], [], [], []
+        owners, dicts, others = [], [], []
         for place in self._places:
             one = place.container
-            kind = cells if isinstance(one, Cell) else fields if isinstance(one, Fields) else None
-            (kind if kind is not None else dicts if isinstance(one, dict) else others).append(place)
-        self._cells, self._in_cells = [place.container.owner for place in cells], [place.value for place in cells]
-        known = {(id(place.container.owner), place.note.key): place.value for place in fields}
-        self._functions = list({id(one): one for one in (place.container.owner for place in fields)}.values())
-        self._in_functions = [known[id(one), name] for one in self._functions for name in Fields.NAMES]
+            (owners if isinstance(one, (Cell, Fields)) else dicts if isinstance(one, dict) else others).append(place)
+        views, names, self._in_owners = _columns(owners)
+        self._owners = [view.owner for view in views]
+        self._attributes = ["cell_contents" if name is None else name for name in names]
         self._dicts, self._names, self._in_dicts = _columns(dicts)
         self._held, self._keys, self._in_others = _columns(others)
 
@@ -406,8 +402,7 @@ class Guards:
                     all(map(_is, map(_getitem, self._held, self._keys), self._in_others))
                     or all(map(same_plain, map(_getitem, self._held, self._keys), self._in_others))
                 )
-                and all(map(_is, map(_cell_contents, self._cells), self._in_cells))
-                and all(map(_is, _flat(map(_fields, self._functions)), self._in_functions))
+                and all(map(_is, map(getattr, self._owners, self._attributes), self._in_owners))
             )
         except Exception as error:  # KeyError and IndexError, or whatever a container of the user's raises
             let_through(error)
