@@ -163,59 +163,11 @@ def _inner_tensors(tensor: Tensor) -> list[tuple[Tensor, str, Tensor]]:
     return found
 
 
-class TensorWatch:
-    """Compares tensors with what they were when it was made.
-
-    Args:
-        tensors: those to watch.
-        names: by identity of a tensor, under which code reads it.
-        moving: the identities of those that may lie elsewhere.
-
-    Attributes:
-        exchanged: whether what `moved` found is more than another `requires_grad`.
-        tensors: those of `tensors` that have memory, and those that one without stands for.
-        staying: those of them that stay where they are.
-    """
-
-    def __init__(self, tensors: list[Tensor], names: dict[int, str], moving: Collection[int] = ()) -> None:
-        self.exchanged, self._names = True, names
-        self._inner = [inner for tensor in tensors for inner in _inner_tensors(tensor)]
-        found = {id(tensor): tensor for tensor in (*tensors, *(inner for _, _, inner in self._inner))}
-        self.tensors = [tensor for tensor in found.values() if tensor.layout is torch.strided]
-        self.staying = [tensor for tensor in self.tensors if id(tensor) not in moving]
-        self._addresses = list(map(_data_ptr, self.staying))
-        self._flags = list(map(_requires_grad, self.tensors))
-        self._forms = list(map(_form, self.tensors))
-        self._alike: Callable[..., bool] | None = None
-
-    def moved(self) -> str | None:
-        """A tensor that is no longer where or what it was, in words."""
-        tensors = self.tensors
-        self.exchanged = True
-        for tensor, name, inner in self._inner:
-            if getattr(tensor, name) is not inner:
-                return f"{name} of a {type(tensor).__name__} it reads is another"
-        if list(map(_data_ptr, self.staying)) != self._addresses:
-            return f"{self._named(self.staying, self._addresses, _data_ptr)} has moved to another address"
-        return None if self._alike is not None and self._alike(*tensors) else self._of_other_kind()
-
-    def _of_other_kind(self) -> str | None:
-        """A tensor of another shape, or that requires grad where it did not, in words."""
-        tensors = self.tensors
-        if list(map(_form, tensors)) != self._forms:
-            named = self._named(tensors, self._forms, _form)
-            return f"{named} has another shape, other strides, another dtype or class than when it was recorded"
-        if list(map(_requires_grad, tensors)) != self._flags:
-            self.exchanged = False
-            return f"requires_grad of {self._named(tensors, self._flags, _requires_grad)} changed"
-        self._alike = alike(tensors)  # which depends on modes, such as autocast, as they are now
-        return None
-
-    def _named(self, tensors: list[Tensor], before: list, read: Callable) -> str:
-        """The first of some tensors that is other than before, by the name under which it is read."""
-        now = next(one for one, known in zip(tensors, before, strict=True) if read(one) != known)
-        name = self._names.get(id(now))
-        return "a tensor it reads" if name is None else f"{name!r}, a tensor it reads,"
+def with_memory(tensors: Collection[Tensor]) -> list[Tensor]:
+    """Those of some tensors that have memory, and those that one without (a DTensor) stands for."""
+    inside = [inner for tensor in tensors for _, _, inner in _inner_tensors(tensor)]
+    found = {id(tensor): tensor for tensor in (*tensors, *inside)}
+    return [tensor for tensor in found.values() if tensor.layout is torch.strided]
 
 
 class _Guard:
@@ -356,10 +308,14 @@ class Guards:
         ]
         known = (*(one for _, _, one in self.slots), *(one for _, one in inside), *in_tuples)
         found = {id(one): one for one in (*known, *(leaf for leaf, _ in leaves))}
-        names = {id(one): key for _, key, one in reversed(self.slots) if isinstance(key, str)}
+        self._tensor_names = {id(one): key for _, key, one in reversed(self.slots) if isinstance(key, str)}
         moving = {id(place.container.owner) for place in self.bound if isinstance(place.container, Data)}
-        self._watch = TensorWatch(list(found.values()), names, moving)
-        self.tensors, self.staying = self._watch.tensors, self._watch.staying
+        self.tensors = with_memory(found.values())
+        self.staying = [tensor for tensor in self.tensors if id(tensor) not in moving]
+        self._inner = [inner for tensor in found.values() for inner in _inner_tensors(tensor)]
+        self._addresses = list(map(_data_ptr, self.staying))
+        self._forms, self._flags = list(map(_form, self.tensors)), list(map(_requires_grad, self.tensors))
+        self._alike: Callable[..., bool] | None = None
         self._leaves = [leaf for leaf, _ in leaves]
         told = [(leaf, absent) for leaf, absent in leaves if absent is not None]
         self._may_have_gradients, self._absent_gradients = [leaf for leaf, _ in told], [absent for _, absent in told]
@@ -369,9 +325,34 @@ class Guards:
 
     def moved(self) -> str | None:
         """A tensor that is no longer where or what it was, or has other gradient hooks, in words."""
-        reason = self._watch.moved()
-        self.exchanged = reason is not None and self._watch.exchanged
-        return reason or (self._gradient_hooks.changed() if self._leaves else None)
+        self.exchanged = True
+        for tensor, name, inner in self._inner:
+            if getattr(tensor, name) is not inner:
+                return f"{name} of a {type(tensor).__name__} it reads is another"
+        if list(map(_data_ptr, self.staying)) != self._addresses:
+            return f"{self._named(self.staying, self._addresses, _data_ptr)} has moved to another address"
+        other = None if self._alike is not None and self._alike(*self.tensors) else self._of_other_form()
+        if other is not None:
+            return other
+        self.exchanged = False
+        return self._gradient_hooks.changed() if self._leaves else None
+
+    def _of_other_form(self) -> str | None:
+        """A tensor of another form, or that requires grad where it did not, in words."""
+        if list(map(_form, self.tensors)) != self._forms:
+            named = self._named(self.tensors, self._forms, _form)
+            return f"{named} has another shape, other strides, another dtype or class than when it was recorded"
+        if list(map(_requires_grad, self.tensors)) != self._flags:
+            self.exchanged = False
+            return f"requires_grad of {self._named(self.tensors, self._flags, _requires_grad)} changed"
+        self._alike = alike(self.tensors)  # which depends on modes, such as autocast, as they are now
+        return None
+
+    def _named(self, tensors: list[Tensor], before: list, read: Callable) -> str:
+        """The first of some tensors that is other than before, by the name under which it is read."""
+        now = next(one for one, known in zip(tensors, before, strict=True) if read(one) != known)
+        name = self._tensor_names.get(id(now))
+        return "a tensor it reads" if name is None else f"{name!r}, a tensor it reads,"
 
     def changed(self, gradients: bool = True) -> str | None:
         """What is no longer as it was, in words; None when nothing changed. `moved` looks at the tensors themselves.

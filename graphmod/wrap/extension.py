@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +19,7 @@ from graphmod.backend.cuda import begin_capture, is_capturing, stream_for
 from graphmod.backend.lifetime import Graphs, between_captures, capturing, do_what_waits, prepare_launches
 from graphmod.errors import CaptureRefused
 from graphmod.guards.changes import what_changed
-from graphmod.guards.guards import HOOKS, Guards, TensorWatch
+from graphmod.guards.guards import HOOKS, Guards, with_memory
 from graphmod.layers.group import LayerGroup as Group
 from graphmod.signature.call import Call
 from graphmod.step.recording import record_reads
@@ -87,11 +87,6 @@ class Reads:
     def changed(self) -> str | None:
         """What is no longer so, in words: a value, or where a tensor is; what tensors hold is not looked at."""
         return self._guards.moved() or self._guards.changed(gradients=False)
-
-
-def with_memory(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Those of some tensors that have memory, and those that one without (a DTensor) stands for."""
-    return TensorWatch(list(tensors), {}).tensors
 
 
 def capture_launches(launch: Callable[[int], Any]) -> Graphs:
