@@ -120,21 +120,21 @@ def facts(op: Any) -> Facts:
     found = _facts_of.get(identity(op)) or getattr(op, "about", None)
     if found is None:
         schema = getattr(op, "_schema", None)
-        name = schema.name if schema else str(op)
+        name, arguments, returns = (schema.name, schema.arguments, schema.returns) if schema else (str(op), (), ())
         writes: set = {1} if name == "fsdp::all_gather_copy_in" else set()
         if name.startswith(_IN_PLACE) and name not in _READ_ONLY:
             writes.add(0)
-        for position, argument in enumerate(schema.arguments if schema else ()):
+        for position, argument in enumerate(arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 writes |= {position, argument.name}
         tags = getattr(op, "tags", ())
-        returned = [one.alias_info for one in (schema.returns if schema else ()) if "Tensor" in str(one.type)]
+        returned = [one.alias_info for one in returns if "Tensor" in str(one.type)]
         found = Facts(
             frozenset(writes),
-            any("Tensor" in str(one.type) and one.alias_info is None for one in (schema.returns if schema else ())),
+            None in returned,
             name.removeprefix("aten::") in _NORMS,
             torch.Tag.nondeterministic_seeded in tags,
-            next((i for i, a in enumerate(schema.arguments if schema else ()) if a.name in _SWITCHES), -1),
+            next((i for i, argument in enumerate(arguments) if argument.name in _SWITCHES), -1),
             torch.Tag.dynamic_output_shape in tags,
             name.startswith("profiler::"),
             name.startswith(_ON_LISTS),

@@ -113,23 +113,15 @@ def _recorded(owner: Any, name: str, run: Callable) -> Replacement:
     return owner, name, call
 
 
-def _is_capturing() -> list[Replacement]:
-    original = getattr(*IS_CAPTURING)
-
-    def answer() -> bool:
-        recorder = dispatch.current()
-        if recorder is None or recorder.watching:
-            return original()
-        frame = sys._getframe(1)
-        if frame.f_code.co_name == "is_current_stream_capturing" and frame.f_back is not None:
-            frame = frame.f_back
-        asking = frame.f_globals.get("__name__", "")
-        if asking.startswith(_NEED_THE_TRUTH):
-            # An optimizer on the CPU need not be capturable, and cannot be.
-            return original() if recorder.on_gpu else not asking.startswith("torch.optim")
-        return False if recorder.on_gpu else original()
-
-    return [(*IS_CAPTURING_TOO, answer), (*IS_CAPTURING, answer)]
+def _is_capturing(recorder: Watcher, original: Any) -> bool:
+    frame = sys._getframe(2)
+    if frame.f_code.co_name == "is_current_stream_capturing" and frame.f_back is not None:
+        frame = frame.f_back
+    asking = frame.f_globals.get("__name__", "")
+    if recorder.watching or (asking.startswith(_NEED_THE_TRUTH) is recorder.on_gpu):
+        return original()
+    # An optimizer on the CPU need not be capturable, and cannot be.
+    return not recorder.on_gpu and not asking.startswith("torch.optim")
 
 
 def _state(on_gpu: bool, nothing: Any, recorder: Watcher, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -277,6 +269,7 @@ def _replacements() -> list[Replacement]:
         *(_recorded(module, "one_hot", _one_hot) for module in (nn_functions, torch.nn.functional)),
         _recorded(torch, "bincount", _bincount),
         *(_recorded(kind, "__call__", _script) for kind in (ScriptFunction, ScriptMethod)),
+        *(_recorded(*place, _is_capturing) for place in (IS_CAPTURING_TOO, IS_CAPTURING)),
     ]
     if torch.distributed.is_available():  # to wait may be to copy a result, which is part of the collective
         found.append(_recorded(torch.distributed.Work, "wait", _unseen))
@@ -293,7 +286,7 @@ def _replacements() -> list[Replacement]:
         found += [_recorded(module, name, partial(_refused, name, SEEDS)) for name in names]
     found += [_recorded(kind, "__call__", compiled.shown) for kind in compiled.kinds()]
     beside_the_key = dispatch.replacements() if dispatch.has_key() else []
-    return [*beside_the_key, *_is_capturing(), *found, *compiled.replacements()]
+    return [*beside_the_key, *found, *compiled.replacements()]
 
 
 _patch = Patch(_replacements)
