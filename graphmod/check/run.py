@@ -147,7 +147,7 @@ class Part:
         changes = list(all_changes(notes, bound))
         if changed is not None:  # the same, seen from the code's side, tells the line
             of_arguments = [one for one in changes if one.owner in call.flat.seen]
-            self._add_said(changed, next((one.where for one in of_arguments), (None, None)))
+            self._add_said(changed, next((one.where[:2] for one in of_arguments), (None, None)))
             changes = [one for one in changes if one not in of_arguments]
         parts = recorder.parts
         assert isinstance(parts, RecordedParts), "made by record_reads"
@@ -243,7 +243,7 @@ class Part:
             name = type(optimizer).__name__
             effect = f"{name} was built without capturable=True, so that torch does not let a GPU capture its step()"
             remedy = f"build {name} with capturable=torch.cuda.is_available(), for a model that is then on the GPU"
-            found = Finding("the optimizer", effect, remedy, *lines_of(note.where), parts=self._parts)
+            found = Finding("the optimizer", effect, remedy, *lines_of(note.where)[:2], parts=self._parts)
             (self.on_gpu if gpu is None else self.findings).append(found)
 
     def _look_at_result(self, call: Call) -> None:
@@ -289,11 +289,11 @@ def _one_for_each_remedy(changes: Iterable[Change], backward: bool, parts: list[
         groups.setdefault((change.remedy,) if special else (change.effect, change.where), []).append(change)
     findings = []
     for group in groups.values():
-        (user, _), *_ = Counter(change.where[0] for change in group).most_common(1)
-        first = next(change for change in group if change.where[0] == user)
+        (user, _), *_ = Counter(change.where.user for change in group).most_common(1)
+        first = next(change for change in group if change.where.user == user)
         more = f" (and {counted(len(group) - 1, 'more such change')})" if len(group) > 1 else ""
         effect = f"{first.effect}{more}, {NOT_REPLAYED}"
-        findings.append(Finding("Python", effect, first.remedy, *first.where, backward, 1, list(parts)))
+        findings.append(Finding("Python", effect, first.remedy, *first.where[:2], backward, 1, list(parts)))
     return findings
 
 

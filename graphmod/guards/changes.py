@@ -32,7 +32,7 @@ from graphmod.guards.values import (
     kind_of,
     same_content,
 )
-from graphmod.trace.lines import location
+from graphmod.trace.lines import Lines, location
 from graphmod.trace.recorder import Recorder
 from graphmod.trace.untraced import identity
 
@@ -80,30 +80,26 @@ class Change(NamedTuple):
     """
 
     effect: str
-    where: tuple[str, str | None]
+    where: Lines
     remedy: str
     owner: int = 0
 
     def __str__(self) -> str:
-        return f"{self.effect} ({_place(self.where)}), {NOT_REPLAYED}; {self.remedy}"
+        return f"{self.effect} ({self.where.location}), {NOT_REPLAYED}; {self.remedy}"
 
 
-def lines_of(where: tuple) -> tuple[str, str | None]:
-    """File, line and function of the user's code that read something, and of the library's that it had called."""
-    code, line, user = where if len(where) == 3 else (*where, None)
-    if not code:
-        return "the call", None
+def lines_of(where: tuple | None) -> Lines:
+    """The lines of the code that read something; None stands for code that nobody saw."""
+    if where is None or not where[0]:
+        return Lines("code inside" if where is None else "the call", None, backward=False)
+    code, line, *user = where
     told = location(code, line)
-    return (told, None) if user is None else (location(*user), told)
-
-
-def _place(lines: tuple[str, str | None]) -> str:
-    return lines[0] if lines[1] is None else f"{lines[0]}, by way of {lines[1]}"
+    return Lines(location(*user[0]), told, backward=False) if user else Lines(told, None, backward=False)
 
 
 def line_of(where: tuple) -> str:
-    """The same, in words."""
-    return _place(lines_of(where))
+    """These lines, in words."""
+    return lines_of(where).location
 
 
 def name_of(note: Note) -> str:
@@ -155,8 +151,7 @@ def bound_anew(notes: Notes) -> list[Note]:
 
 def what_changed(notes: Notes, bound: Collection[Note] = ()) -> str | None:
     """The first of what a call changed, in words; None if that is nothing. `bound`: see `all_changes`."""
-    first = next(all_changes(notes, bound), None)
-    return None if first is None else str(first)
+    return next(map(str, all_changes(notes, bound)), None)
 
 
 def imports(notes: Notes) -> bool:
@@ -173,13 +168,13 @@ def all_changes(notes: Notes, bound: Collection[Note] = ()) -> Iterator[Change]:
         error, where = notes.unreadable
         yield Change(f"reads an object that cannot be looked into without harm: {error}", lines_of(where), OUTSIDE)
     if notes.unseen:
-        yield Change(f"runs where nobody can watch it: {notes.unseen}", ("code inside", None), OUTSIDE)
+        yield Change(f"runs where nobody can watch it: {notes.unseen}", lines_of(None), OUTSIDE)
     if notes.elsewhere is not None:
         yield Change("runs code in another thread, where nobody can watch it", lines_of(notes.elsewhere), IN_THREAD)
     for _, kind, where in notes.iterators:
         yield Change(f"takes items from a {kind}", lines_of(where), KEEP_ITERATOR)
     for effect, where in notes.chance.drawn():
-        yield Change(effect, lines_of(where) if where else ("code inside", None), DRAW)
+        yield Change(effect, lines_of(where), DRAW)
     replaced, kept_by = replacements(notes), keepers(notes)
     told: set[int] = set()
     for note in sorted(notes.notes.values(), key=lambda note: not issubclass(type(note.owner), SCHEDULERS)):
