@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphmod.errors import BackwardUnavailable
 from graphmod.guards.changes import differs, line_of, name_of, replacements
 from graphmod.guards.compiled import modes
 from graphmod.guards.hooks import HookWatch
@@ -189,21 +190,19 @@ def put(container: Any, note: Note, value: Any) -> None:
     """Puts a value, or nothing, at a place, unless it is there."""
     if get(container, note.key) is value:
         return
-    if isinstance(container, Cell):
-        container.owner.cell_contents = value
-    elif isinstance(container, (Data, Fields)):
-        setattr(container.owner, note.key, value)
-    elif isinstance(container, (dict, list)):
+    if isinstance(container, (dict, list)):
         if value is not MISSING:
             container[note.key] = value
         elif isinstance(container, dict):
             del container[note.key]
-    elif isinstance(container, (Slots, types.MappingProxyType)):
-        attributes = object if isinstance(container, Slots) else type
+    elif isinstance(container, (Cell, Data, Fields, Slots, types.MappingProxyType)):
+        of_class = isinstance(container, types.MappingProxyType)
+        attributes, owner = (type, note.owner) if of_class else (object, container.owner)
+        name = "cell_contents" if isinstance(container, Cell) else note.key
         if value is not MISSING:
-            attributes.__setattr__(note.owner, note.key, value)
+            attributes.__setattr__(owner, name, value)
         else:
-            attributes.__delattr__(note.owner, note.key)
+            attributes.__delattr__(owner, name)
 
 
 def _columns(places: list[_Guard]) -> tuple[list, list, list]:
@@ -485,6 +484,7 @@ class Guards:
     def _as_then(self) -> list[tuple[Any, Note, Any]]:
         """Each place, and what it held: the container, the note on it, the value."""
         found = [(place.container, place.note, place.value) for place in self._places]
+        found += [(note.container, note, MISSING) for note in self._unset]
         for container, notes in zip(self._without, self._absent, strict=True):
             found += [(container, note, MISSING) for note in notes]
         return found
@@ -504,11 +504,18 @@ class Guards:
 
     @contextlib.contextmanager
     def as_recorded(self) -> Iterator[None]:
-        """Inside, code finds what the recorded call has found; what it does to that is undone."""
+        """Inside, code finds what the recorded call has found; what it does to that is undone.
+
+        Raises:
+            BackwardUnavailable: something cannot be put back.
+        """
         bring_back = self.keep()
         if self.changed(gradients=False) is not None:
             self.restore()
         try:
+            other = self._held_otherwise() or self._come() or self.contents.changed()
+            if other is not None:
+                raise BackwardUnavailable(f"its forward has to run again, but {other}; change it after the backward")
             yield
         finally:
             bring_back()

@@ -1,5 +1,6 @@
 """Objects that make what they hold when first asked, or whose reading runs code or fails."""
 
+import copy
 import functools
 import sys
 import types
@@ -8,11 +9,13 @@ from collections import OrderedDict, deque
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import numpy
 import pytest
 import torch
 from torch import nn
 
 from graphmod import CUDAGraphModule, check
+from graphmod.errors import BackwardUnavailable
 from graphmod.guards.notes import Note
 from graphmod.guards.values import INERT, OBJECT, OTHER, Place, content, sort_of
 from graphmod.reads.frames import noting
@@ -385,3 +388,110 @@ def test_a_module_that_is_imported_inside_stays_imported(device, monkeypatch, tm
         assert wrapper(torch.ones(2, device=device)).tolist() == [2.0 if index < 4 else 3.0] * 2
     monkeypatch.delitem(sys.modules, "own_late_module")
     assert wrapper.stats.captures and not wrapper.stats.failures
+
+
+class Unset:
+    """A slot in which nothing is yet."""
+
+    __slots__ = ("scale",)
+
+    def read(self):
+        return getattr(self, "scale", 1.0)
+
+    def change(self):
+        self.scale = 5.0
+
+    def back(self):
+        del self.scale
+
+
+class Default:
+    """A function that gets another default."""
+
+    def __init__(self):
+        def read(scale=1.0):
+            return scale
+
+        self.read = read
+
+    def change(self):
+        self.read.__defaults__ = (5.0,)
+
+    def back(self):
+        self.read.__defaults__ = (1.0,)
+
+
+class Unbound:
+    """A variable of a closure that has no value yet."""
+
+    def __init__(self):
+        def read():
+            try:
+                return scale
+            except NameError:
+                return 1.0
+
+        def change():
+            nonlocal scale
+            scale = 5.0
+
+        def back():
+            nonlocal scale
+            del scale
+
+        scale = 0.0
+        back()
+        self.read, self.change, self.back = read, change, back
+
+
+class Shown:
+    """Memory that numpy shows, which nobody puts back."""
+
+    def __init__(self):
+        self.values = numpy.ones(1)
+
+    def read(self):
+        return float(self.values[0])
+
+    def change(self):
+        self.values[0] = 5
+
+    def back(self):
+        self.values[0] = 1
+
+
+@pytest.mark.parametrize("kind", [Unset, Default, Unbound, Shown])
+@pytest.mark.parametrize("late", [3, 6])
+def test_a_backward_that_runs_its_forward_again_finds_what_that_found(kind, late, device):
+    held = kind()
+    module = nn.Linear(4, 4, device=device)
+    plain = copy.deepcopy(module)
+    graphed = CUDAGraphModule(Scaled(module, held), config())
+    for step in range(10):
+        x = torch.randn(2, 4, device=device)
+        found, expected = graphed(x), plain(x) * held.read()
+        if step == late:
+            held.change()
+            torch.set_default_dtype(torch.float64)  # another mode, in which no graph of a backward runs
+        try:
+            if kind is Shown and step == late:
+                with pytest.raises(BackwardUnavailable, match="has to run again, but the items of a ndarray"):
+                    found.sum().backward()
+                break
+            found.sum().backward()
+            expected.sum().backward()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert torch.equal(module.weight.grad, plain.weight.grad), step
+        if step == late:
+            held.back()
+    assert graphed.stats.replays
+
+
+class Scaled(nn.Module):
+    def __init__(self, inner, held):
+        super().__init__()
+        self.inner, self.held = inner, held
+
+    def forward(self, x):
+        return self.inner(x) * self.held.read()
