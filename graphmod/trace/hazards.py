@@ -186,13 +186,14 @@ class Origins:
         here: address -> origin, of memory on the device of the call, which operations need no care with.
         elsewhere: address -> origin, of memory that the call has made and that may lie elsewhere.
         earlier: the addresses of memory that the call made before code ran unseen, and has not used since.
+        of_kernels: the addresses that `note_of_kernels` was told of.
     """
 
     def __init__(self) -> None:
         self.here: dict[int, int] = {}
         self.elsewhere: dict[int, int] = {}
         self.earlier: set[int] = set()
-        self._of_kernels: set[int] = set()
+        self.of_kernels: set[int] = set()
 
     def __contains__(self, where: int) -> bool:
         """Whether the call made what lies at an address."""
@@ -203,10 +204,6 @@ class Origins:
             nothing = not tensor.numel() or (not where and tensor._is_zerotensor())
             return CONSTANTS if nothing else DATA
         return self.here[where] if where in self.here else self.elsewhere.get(where, DATA)
-
-    def constant(self, places: Iterable[int], tensors: Iterable[Tensor]) -> bool:
-        """Whether nothing but constants went into any of these."""
-        return all(self.of(where, tensor) == CONSTANTS for where, tensor in zip(places, tensors, strict=True))
 
     def result(self, about: Facts, given: list[Tensor], given_at: list[int]) -> int:
         """The origin of what an operation makes of these, chance apart."""
@@ -225,7 +222,7 @@ class Origins:
             ordinary: whether it is known to lie on the device of the call.
         """
         if where:
-            self._of_kernels.discard(where)
+            self.of_kernels.discard(where)
             self.here.pop(where, None)
             self.earlier.discard(where)
             (self.here if ordinary else self.elsewhere)[where] = origin
@@ -234,11 +231,7 @@ class Origins:
         """Takes in host tensors that an operation on a GPU returned: attention does, for the seed and offset of its
         dropout. They hold nothing computed there, because to know that would have been to wait for it; and in a
         capture, where they count, they lie on the GPU."""
-        self._of_kernels.update(places)
-
-    def of_kernels(self, where: int) -> bool:
-        """Whether `note_of_kernels` was told of an address."""
-        return where in self._of_kernels
+        self.of_kernels.update(places)
 
     def forget(self) -> None:
         """Takes in that code ran unseen: memory that was there before may be another's by now, and any values may be
@@ -346,8 +339,7 @@ class Check:
             return None
         if code.has_graphs:
             return _OWN_GRAPHS
-        host = [tensor for tensor in given if not tensor.is_cuda and not self._origins.of_kernels(address(tensor))]
-        return None if self._constant(host) else _ON_HOST
+        return None if self._constant(self._on_host(given)) else _ON_HOST
 
     def result_reason(self, results: list[Tensor]) -> Reason | None:
         """Why a graph cannot hold these results of an operation."""
@@ -365,8 +357,13 @@ class Check:
         """Whether to know the size of a result would be to wait for the GPU."""
         return any(tensor.is_cuda for tensor in given) if self.on_gpu else not self._constant(given)
 
+    def _on_host(self, given: list[Tensor]) -> list[Tensor]:
+        """Those of some tensors that lie on the host, also where a GPU captures."""
+        return [t for t in given if not (t.is_cuda or t.is_meta or address(t) in self._origins.of_kernels)]
+
     def _constant(self, given: list[Tensor]) -> bool:
-        return self._origins.constant(map(address, given), given)
+        """Whether nothing but constants went into any of these."""
+        return all(self._origins.of(address(tensor), tensor) == CONSTANTS for tensor in given)
 
     def _elsewhere(self, device: torch.device) -> Reason:
         if self.on_gpu:
@@ -381,7 +378,7 @@ class Check:
 
     def _gpu_reason(self, about: Facts, args: tuple, kwargs: dict, given: list[Tensor]) -> Reason | None:
         cuda = [tensor for tensor in given if tensor.is_cuda]
-        host = [t for t in given if not (t.is_cuda or t.is_meta or self._origins.of_kernels(address(t)))]
+        host = self._on_host(given)
         if about.name == "aten::_to_copy":
             target = kwargs.get("device")
             kind = torch.device(target).type if target is not None else given[0].device.type
