@@ -305,7 +305,7 @@ class HostDraws:
             self.given.finish()
         after = self.states()
         try:
-            numbers, ended = self._run(self._steps, self._before)
+            numbers, ended = self._run(self._before)
             same = all(comparable(one) == comparable(other) for (_, one), (_, other) in zip(after, ended, strict=True))
             self.followed = self._known and same and all(map(_same, self._numbers, numbers))
         except Exception as error:
@@ -346,12 +346,11 @@ class HostDraws:
         try:
             if self.given:
                 self.given.find(leaves)
-            numbers, self._after = self._run(self._steps, self.states())
-            differs = self._differs(numbers)
+            numbers, self._after = self._run(self.states())
+            return self._differs(numbers)
         except Exception as error:  # of what code chose from, or compared with
             let_through(error)
             return f"what it draws or reads on the host cannot be had before the call: {error}"
-        return None if differs is None else self._differences[differs]
 
     def advance(self) -> None:
         """Draws what was compared last: a replay stands for it."""
@@ -361,7 +360,7 @@ class HostDraws:
         for draw in self._draws:  # and no state is set: another thread may draw, too
             draw()
 
-    def _run(self, steps: list, states: list[tuple[Any, Any]]) -> tuple[list[Any], list[tuple[Any, Any]]]:
+    def _run(self, states: list[tuple[Any, Any]]) -> tuple[list[Any], list[tuple[Any, Any]]]:
         """What the draws give from these states of the generators, and where they end; no generator is moved."""
         now = [(generator, generator.get_state()) for generator, _ in states if isinstance(generator, torch.Generator)]
         grad = torch.is_grad_enabled()
@@ -374,7 +373,7 @@ class HostDraws:
             with NoAutocast(), BelowAutograd():
                 for memory, content in self._contents:
                     memory.copy_(content)
-                found = [(gives, do()) for gives, do in steps]
+                found = [(gives, do()) for gives, do in self._steps]
             ended = [(generator, state_of(self._stand_in(generator))) for generator, _ in states]
             return [number for gives, number in found if gives], ended
 
@@ -389,12 +388,12 @@ class HostDraws:
             found = self._stand_ins[id(generator)] = copy_of(generator)
         return found
 
-    def _differs(self, numbers: list[Any]) -> int | None:
-        """One of the numbers that are now others, as far as code would notice; None where there is none."""
+    def _differs(self, numbers: list[Any]) -> str | None:
+        """What it means that one of the numbers is now another, as far as code would notice; None where none is."""
         for compare, left, right, result in self._compared:
             one, other = (numbers[side.index] if type(side) is Drawn else side for side in (left, right))
             if compare(one, other) is not result:
-                return (left if type(left) is Drawn else right).index
+                return self._differences[(left if type(left) is Drawn else right).index]
         return None
 
 
