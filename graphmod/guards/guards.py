@@ -6,6 +6,7 @@ Checked before each replay, so everything lies in flat lists that `map` goes thr
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import operator
 import types
 import weakref
@@ -142,6 +143,14 @@ class Contents:
         """Gives the containers the items that they had."""
         for (value, _), items in zip(self.found, self._items, strict=True):
             put_back(value, items)
+
+    def not_restored(self) -> str | None:
+        """The container in which something is another after `restore`, in words. What a variable of a context holds is
+        left to who runs the code."""
+        for (value, where), items in zip(self.found, self._items, strict=True):
+            if not isinstance(value, contextvars.ContextVar) and not same_content(items, content_now(value)):
+                return self._difference(value, items, where)
+        return None
 
     def tensors(self) -> list[tuple[Any, Tensor]]:
         """The tensors inside, each with its container."""
@@ -513,7 +522,7 @@ class Guards:
         if self.changed(gradients=False) is not None:
             self.restore()
         try:
-            other = self._held_otherwise() or self._come() or self.contents.changed()
+            other = self._held_otherwise() or self._come() or self.contents.not_restored()
             if other is not None:
                 raise BackwardUnavailable(f"its forward has to run again, but {other}; change it after the backward")
             yield
