@@ -200,12 +200,12 @@ def test_an_interrupt_while_a_generator_dies_reaches_the_program(moment, monkeyp
     """Python keeps to itself what is raised there."""
     original, times = getattr(Frames, moment), []
 
-    def interrupted(self, frame):
+    def interrupted(self, frame, *code):
         if frame.f_code.co_name == "numbers":
             times.append(frame)
             if len(times) == 2:
                 raise KeyboardInterrupt
-        return original(self, frame)
+        return original(self, frame, *code)
 
     monkeypatch.setattr(Frames, moment, interrupted)
     wrapper = CUDAGraphModule(dies, warmup_steps=1)
