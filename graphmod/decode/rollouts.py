@@ -80,7 +80,8 @@ class Rollouts:
     def __call__(self, prompt_ids: list[list[int]], *_: Any, **__: Any) -> Any:
         """The completion of each prompt; for GRPO, with the log-probabilities of its tokens."""
         model = self._model
-        forward, hooks = model.forward, model.get_input_embeddings()._forward_hooks
+        hooks = model.get_input_embeddings()._forward_hooks
+        own = {name: value for name, value in vars(model).items() if name == "forward"}
         before = dict(hooks)
         try:
             # Gradient checkpointing is switched on anew for each batch, and transformers adds a hook each time.
@@ -91,7 +92,8 @@ class Rollouts:
             with self._trainer.accelerator.autocast():
                 return self._sample(prompt_ids)
         finally:
-            model.forward = forward
+            del model.forward
+            vars(model).update(own)
             hooks.clear()
             hooks.update(before)
 
