@@ -145,12 +145,21 @@ class Contents:
             put_back(value, items)
 
     def not_restored(self) -> str | None:
-        """The container in which something is another after `restore`, in words. What a variable of a context holds is
-        left to who runs the code."""
+        """The container in which something is another after `restore`, in words. An object in a variable of a context
+        is left to who runs the code."""
         for (value, where), items in zip(self.found, self._items, strict=True):
-            if not isinstance(value, contextvars.ContextVar) and not same_content(items, content_now(value)):
+            now = content_now(value)
+            objects = isinstance(value, contextvars.ContextVar) and not any(map(is_plain, (*items, *now)))
+            if not objects and not same_content(items, now):
                 return self._difference(value, items, where)
         return None
+
+    def set_variables(self) -> list[tuple[contextvars.ContextVar, contextvars.Token]]:
+        """Gives the variables of contexts the plain values that they had: a thread has its own. Returns what takes
+        them back."""
+        pairs = ((value, items) for (value, _), items in zip(self.found, self._items, strict=True))
+        plain = ((value, items[0]) for value, items in pairs if isinstance(value, contextvars.ContextVar))
+        return [(value, value.set(was)) for value, was in plain if was is not MISSING and is_plain(was)]
 
     def tensors(self) -> list[tuple[Any, Tensor]]:
         """The tensors inside, each with its container."""
@@ -518,16 +527,18 @@ class Guards:
         Raises:
             BackwardUnavailable: something cannot be put back.
         """
-        bring_back = self.keep()
-        if self.changed(gradients=False) is not None:
-            self.restore()
+        bring_back, variables = self.keep(), self.contents.set_variables()
         try:
+            if self.changed(gradients=False) is not None:
+                self.restore()
             other = self._held_otherwise() or self._come() or self.contents.not_restored()
             if other is not None:
                 raise BackwardUnavailable(f"its forward has to run again, but {other}; change it after the backward")
             yield
         finally:
             bring_back()
+            for variable, token in variables:
+                variable.reset(token)
 
     def __bool__(self) -> bool:
         """Whether there is anything to look at."""
