@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -58,6 +59,58 @@ class EagerCall:
     __del__ = finish
 
 
+@dataclass
+class Checkpointed:
+    """The calls that a checkpoint runs, or those of them that came again.
+
+    Attributes:
+        graphs: of each call at first, in order: the wrapper, in how many others it was, the graph that served it. What
+            is recorded or captured has no calls inside.
+        come: how many came again.
+        depth: how many are under way, one in the other.
+    """
+
+    graphs: list[tuple[LayerContext, int, Any]] = field(default_factory=list)
+    come: int = 0
+    depth: int = 0
+
+    @contextmanager
+    def inside(self) -> Iterator[int]:
+        """A call; gives in how many others it is."""
+        depth = self.depth
+        try:
+            self.depth = depth + 1
+            yield depth
+        finally:
+            self.depth = depth
+
+    def next(self, context: LayerContext, depth: int) -> Any:
+        """The graph that served a call at first; None where none did."""
+        known = self.graphs[self.come] if self.come < len(self.graphs) else None
+        if known is None or known[0] is not context or known[1] != depth:
+            return None
+        self.come += 1
+        return known[2]
+
+
+def _again(call: Call, graph: LayerGraph | None) -> Any:
+    """A call that comes again: as it ran at first. A graph saves nothing that the checkpoint sees, and in its backward
+    it writes what the call writes."""
+    if graph is None:
+        return call()
+    written = [(tensor, tensor.clone()) for tensor in graph.graph.seen.written.values()]
+    depth = under_way.again
+    try:
+        under_way.again = depth + 1
+        # What is saved as it is, of a result, would hold that result for good.
+        return within(torch.autograd.graph.saved_tensors_hooks(Tensor.detach, as_it_is), call=call)
+    finally:
+        under_way.again = depth
+        with torch.no_grad():
+            for tensor, before in written:
+                tensor.copy_(before)
+
+
 class LayerContext(Context):
     """One wrapped callable, and what is known of backwards of its results."""
 
@@ -70,34 +123,26 @@ class LayerContext(Context):
         self._block: weakref.ref[Block] | None = None  # of autocast, in which the last call was that keeps casts
 
     def among_hooks(self, pack: Callable, call: Call, run: Callable[[], Any]) -> Any:
-        """A call in a checkpoint, which counts what autograd saves, and runs the call again for the backward: as it ran
-        at first. A graph saves nothing that others see; so where one served it, this is an eager call of which the
-        checkpoint does not know what it saves."""
+        """A call in a checkpoint, which counts what autograd saves, and runs the call again for the backward."""
         known = checkpoint_of(pack)
         if known is None or not torch.is_grad_enabled():
             return run()
         frame, again = known
-        # With the checkpoint: of each call, in order, whether a graph served it. With the hook: how many came again.
-        served = vars(frame).setdefault(_KEPT, {}).setdefault(self, [])
-        if not again:
-            given = inputs_drawn_anew()
-            if given is None or not any(tensor.requires_grad and id(tensor) not in given for tensor in call.leaves):
+        calls = vars(frame).setdefault(_KEPT, Checkpointed())
+        if again:
+            calls = vars(pack).setdefault(_KEPT, Checkpointed(calls.graphs))
+        with calls.inside() as depth:
+            if again:
+                return _again(call, calls.next(self, depth))
+            calls.graphs.append((self, depth, None))
+            place, given = len(calls.graphs) - 1, inputs_drawn_anew()
+            if given is None or given.issuperset(map(id, call.leaves)):
                 result = run()
             else:
                 self.log_once(f"{self.name!r} runs eagerly: it {DRAWN_BEFORE}")
                 result = eager(self, call)
-            served.append(self.served is not None)
+            calls.graphs[place] = self, depth, self.served
             return result
-        counts = vars(pack).setdefault(_KEPT, {})
-        place = counts[self] = counts.get(self, -1) + 1
-        if not any(served[place : place + 1]):
-            return call()
-        depth = under_way.again
-        try:
-            under_way.again = depth + 1
-            return within(torch.autograd.graph.saved_tensors_hooks(as_it_is, as_it_is), call=call)
-        finally:
-            under_way.again = depth
 
     def waiting(self) -> int:
         return sum(not call.done for call in self._eager_calls)

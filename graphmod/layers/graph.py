@@ -13,6 +13,7 @@ keeps its arguments, and that of the backward computes the rest again.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import operator
 import sys
@@ -74,6 +75,7 @@ class LayerGraph(StepGraph):
         in_turn: those of `through_autograd` whose hooks are to run in eager's order, the last of them first.
         summed: the places among `differentiable` of arguments with several uses, whose gradients are added up.
         saves: whether autograd saves anything for its backward, and frees it with that.
+        runs_again: whether its backward runs the forward again, as the checkpoint around it does.
         ticket: weak, that of the last forward with a backward to come.
         backward: the captured backward, once there is one.
         backward_modes: the modes of PyTorch in which it was captured.
@@ -92,7 +94,7 @@ class LayerGraph(StepGraph):
         self.summed: list[int] = []
         self.backward: BackwardGraph | None = None
         self.backward_modes: tuple = ()
-        self.saves = False
+        self.saves = self.runs_again = False
         self.in_turn: list[int] = []
         self.edges: dict[int, GradientEdge] = {}
         self.mismatches = 0
@@ -102,7 +104,8 @@ class LayerGraph(StepGraph):
 
     def _saving(self, inside: Call) -> contextlib.AbstractContextManager:
         context = self.context
-        if in_checkpoint() and not self.recording.random:
+        self.runs_again = in_checkpoint() and not self.recording.random
+        if self.runs_again:
             return RunAgain(inside, self.entry.signature.modes, context.group.backend.device_type)
         if in_checkpoint():
             context.log_once(f"{context.name!r} {KEPT}", key="checkpoint")
@@ -325,7 +328,9 @@ def inputs_drawn_anew() -> set[int] | None:
     given = None
     while frame is not None:
         if frame.f_code is _CODE and not (known := frame.f_locals)["preserve"]:
-            leaves = set(map(id, tree_leaves((known["args"], known["kwargs"]))))
+            function = known["function"]
+            bound = (function.args, function.keywords) if isinstance(function, functools.partial) else ()
+            leaves = set(map(id, tree_leaves((known["args"], known["kwargs"], bound))))
             given = leaves if given is None else given & leaves
         frame = frame.f_back
     return given

@@ -387,12 +387,13 @@ def _as_captured(ticket: Ticket) -> tuple[Sequence[Tensor], list[Tensor], dict]:
 
 def _run_again(ticket: Ticket) -> tuple[Sequence[Tensor], list[Tensor], dict]:
     graph = ticket.graph
-    changed = [(tensor, tensor.clone()) for tensor in graph.graph.seen.written.values()]
+    # In a checkpoint the code runs again anyway, on what is there by then, and what it writes stays.
+    changed = [] if graph.runs_again else [(tensor, tensor.clone()) for tensor in graph.graph.seen.written.values()]
     now, depth = graph.random_state(), under_way.again
     graph.set_random_state(ticket.random_state)
     try:
         under_way.again = depth + 1
-        for tensor, value in zip(graph.advanced, ticket.before or (), strict=True):
+        for tensor, value in () if graph.runs_again else zip(graph.advanced, ticket.before or (), strict=True):
             tensor.copy_(value)
         leaves = [without_history(static.tensor) for static in graph.inputs]
         args, kwargs = rebuild(graph.entry.signature.structure, leaves)
