@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,16 +74,6 @@ class Checkpointed:
     come: int = 0
     depth: int = 0
 
-    @contextmanager
-    def inside(self) -> Iterator[int]:
-        """A call; gives in how many others it is."""
-        depth = self.depth
-        try:
-            self.depth = depth + 1
-            yield depth
-        finally:
-            self.depth = depth
-
     def next(self, context: LayerContext, depth: int) -> Any:
         """The graph that served a call at first; None where none did."""
         known = self.graphs[self.come] if self.come < len(self.graphs) else None
@@ -131,7 +121,9 @@ class LayerContext(Context):
         calls = vars(frame).setdefault(_KEPT, Checkpointed())
         if again:
             calls = vars(pack).setdefault(_KEPT, Checkpointed(calls.graphs))
-        with calls.inside() as depth:
+        depth = calls.depth
+        try:
+            calls.depth = depth + 1
             if again:
                 return _again(call, calls.next(self, depth))
             calls.graphs.append((self, depth, None))
@@ -143,6 +135,8 @@ class LayerContext(Context):
                 result = eager(self, call)
             calls.graphs[place] = self, depth, self.served
             return result
+        finally:
+            calls.depth = depth
 
     def waiting(self) -> int:
         return sum(not call.done for call in self._eager_calls)
