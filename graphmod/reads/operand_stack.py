@@ -60,11 +60,6 @@ def _variables_of(code: CodeType) -> int:
     return code.co_nlocals + len(set(code.co_cellvars) - set(code.co_varnames)) + len(code.co_freevars)
 
 
-def on_stack(frame: FrameType, count: int) -> Any:
-    """The last of so many values on the stack, which must reach that far."""
-    return top(frame, 1, _variables_of(frame.f_code) + count)[0]
-
-
 def is_called(frame: FrameType, function: FunctionType, steps: list[dis.Instruction], at: int) -> bool:
     """Whether the instruction under way, of index `at`, calls a function itself, and not one in C that does."""
     step = steps[at]
