@@ -114,7 +114,9 @@ try:
     dispatch_key: Callable[[str], Any] = _C._dispatch_key_parse
     key_included, include_key = _C._dispatch_tls_is_dispatch_key_included, _C._dispatch_tls_set_dispatch_key_included
     key_excluded, exclude_key = _C._dispatch_tls_is_dispatch_key_excluded, _C._dispatch_tls_set_dispatch_key_excluded
+    keys_included, keys_excluded = _C._dispatch_tls_local_include_set, _C._dispatch_tls_local_exclude_set
     KeysExcluded, KeyExcluded = _C._ExcludeDispatchKeyGuard, _C._SetExcludeDispatchKeyGuard
+    KeysForced: Any = _C._ForceDispatchKeyGuard
     no_dispatch_of_its_own = _C._disabled_torch_dispatch_impl
     higher_order_operators = torch._ops._higher_order_ops
     PUSH_MODE = _modes, _modes._push_mode.__name__

@@ -29,12 +29,19 @@ from graphmod.step.entry import Entry
 from graphmod.step.graph import READS_OTHERWISE, StepGraph
 from graphmod.step.group import LOOKS
 from graphmod.step.recording import Recording, record, record_operations
-from graphmod.torch_private import is_fx_tracing, is_traced, next_sequence_number, top_saved_tensors_hooks
+from graphmod.torch_private import (
+    is_fx_tracing,
+    is_grad_enabled,
+    is_traced,
+    next_sequence_number,
+    set_grad_enabled,
+    top_saved_tensors_hooks,
+)
 from graphmod.trace import dispatch
 from graphmod.trace.hazards import COMPILES
 from graphmod.trace.operations import is_stale
 from graphmod.trace.recorder import Recorder
-from graphmod.trace.undo import let_through, under_way, undo_left
+from graphmod.trace.undo import is_interrupt, let_through, under_way, undo_left
 
 ON_ACCUMULATOR = (
     "hooks are on the node of autograd that accumulates a parameter's gradient (grad_fn.next_functions, as in "
@@ -54,10 +61,15 @@ def run(context: Context, call: Call) -> Any:
     undo_left()
     if is_nested(context):
         return call()
-    hooks = top_saved_tensors_hooks(True)
-    if hooks is not None:
-        return context.among_hooks(hooks[0], call, functools.partial(_start, context, call))
-    return _start(context, call)
+    grad, hooks = is_grad_enabled(), top_saved_tensors_hooks(True)
+    try:
+        if hooks is not None:
+            return context.among_hooks(hooks[0], call, functools.partial(_start, context, call))
+        return _start(context, call)
+    except BaseException as error:
+        if is_interrupt(error):
+            set_grad_enabled(grad)  # `torch.no_grad` does not, where it is interrupted
+        raise
 
 
 def _start(context: Context, call: Call) -> Any:

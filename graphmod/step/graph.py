@@ -34,7 +34,7 @@ from graphmod.torch_private import next_sequence_number, top_saved_tensors_hooks
 from graphmod.trace.generators import put_back, state_of
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Follower
-from graphmod.trace.undo import Undo, is_interrupt, let_through, undoing
+from graphmod.trace.undo import Undo, let_through, undoing
 
 _grad, _data_ptr, _requires_grad = operator.attrgetter("grad"), Tensor.data_ptr, operator.attrgetter("requires_grad")
 ELSEWHERE = "another rank could not capture it"
@@ -133,8 +133,6 @@ class StepGraph:
             self._find_parameters(inside, identities, recorder)
 
         def capture(undo: Undo) -> Any:
-            enabled = torch.is_grad_enabled()
-            undo.then(lambda error: is_interrupt(error) and torch.set_grad_enabled(enabled))
             memory, ends = as_memory(owned), own_ends(self, identities)
             methods = context.methods.in_place() if recording.parts else nullcontext()
             if recording.parts:
@@ -144,6 +142,7 @@ class StepGraph:
             undo.enter(methods)
             for place, static in zip(guards.carried, given[len(call.leaves) :], strict=True):
                 put(place.container, place.note, static)
+            undo.keep_modes()
             pool, script = self.tape.arena.pool, recording.script
             split = not generators and (not entry.account.failures or bool(script.late))
             return group.backend.capture(

@@ -32,7 +32,7 @@ from graphmod.trace.host_draws import HostDraws
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Recorder
 from graphmod.trace.script import Script
-from graphmod.trace.undo import Undo, is_interrupt, undoing
+from graphmod.trace.undo import Undo, undoing
 
 BACKWARD_OUTSIDE = (
     "holds the forward of a DistributedDataParallel, whose backward averages gradients outside of the call; wrap the "
@@ -194,17 +194,17 @@ def record_operations(call: Call, recorder: Recorder, *around: AbstractContextMa
     dispatch.has_key()  # which imports much when it is first asked: not while frames are watched
     # What a graph casts, it casts itself; the recorded call must do so too. With gradients, `layers.autocast` does.
     casts = any_autocast() and not torch.is_grad_enabled()
-    threads, grad = backward_threads(), torch.is_grad_enabled()
+    threads = backward_threads()
 
     def run(undo: Undo) -> list[Any]:
         if casts:
             undo.enter(keeping_none())
         undo.enter(no_garbage_collection())
-        undo.then(lambda error: is_interrupt(error) and torch.set_grad_enabled(grad))
         undo.then(lambda _: set_backward_threads(threads))
         set_backward_threads(False)  # what a backward runs in Python has to be seen as well
         entered = [undo.enter(one) for one in around]
         undo.enter(recorder)
+        undo.keep_modes()
         call.result = resolved(call())
         return entered
 

@@ -10,15 +10,20 @@ from __future__ import annotations
 import dis
 import sys
 import threading
+import traceback
 import types
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, TypeVar
 
+from graphmod.torch_private import KeysForced, is_grad_enabled, keys_excluded, keys_included, set_grad_enabled
 from graphmod.trace.lines import CORE, TORCH
 
 T = TypeVar("T")
 _RAISES = [dis.opmap[name] for name in ("RAISE_VARARGS", "RERAISE")]
+
+
+_for_good: list[Any] = []  # guards that are not left
 
 
 class Undo:
@@ -39,6 +44,30 @@ class Undo:
     def then(self, step: Callable[[BaseException | None], Any]) -> None:
         """Takes in a function to be called with the error that the call ended with."""
         self._steps.append(lambda kind, error, trace: step(error))
+
+    def keep_modes(self) -> None:
+        """Has an interrupt leave autograd and the dispatcher of this thread as they are now. To be called last.
+
+        `torch.inference_mode` that is interrupted as it is left keeps its guard, and the error keeps that: it would put
+        back what it once found, in the middle of a recorded operation, whenever the error dies.
+        """
+        grad, keys = is_grad_enabled(), KeysForced(keys_included(), keys_excluded())
+
+        def put_back(error: BaseException | None) -> None:
+            if not is_interrupt(error):
+                return
+            while error is not None:
+                for frame, _ in traceback.walk_tb(error.__traceback__):
+                    if frame.f_code.co_filename.startswith((CORE, TORCH)):
+                        with suppress(RuntimeError):  # it still runs
+                            frame.clear()
+                error = error.__context__
+            if keys not in _for_good:
+                _for_good.append(keys)
+                keys.__enter__()
+            set_grad_enabled(grad)
+
+        self.then(put_back)
 
     def run(self, error: BaseException | None = None) -> None:
         """Leaves everything; does nothing where that was done.

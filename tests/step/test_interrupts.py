@@ -127,11 +127,13 @@ class ByThread:
 
 
 @pytest.fixture(autouse=True)
-def without_callbacks_of_the_collector():
-    """Python only reports what is raised in one of these, such as hypothesis puts there, and goes on."""
-    kept = gc.callbacks[:]
+def reported(monkeypatch):
+    """The kinds of errors that Python only reports, and goes on: raised where an object dies. Nor are there callbacks
+    of the collector, such as hypothesis puts there, of which it does likewise."""
+    kept, kinds = gc.callbacks[:], []
     gc.callbacks.clear()
-    yield
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: kinds.append(found.exc_type))
+    yield kinds
     gc.callbacks[:] = kept
 
 
@@ -144,7 +146,9 @@ def without_callbacks_of_the_collector():
         pytest.param(True, ByThread, Alarm, marks=pytest.mark.slow),
     ],
 )
-def test_an_interrupt_at_any_moment_reaches_the_program_and_leaves_everything_as_it_was(whole, source, error, at):
+def test_an_interrupt_at_any_moment_reaches_the_program_and_leaves_everything_as_it_was(
+    whole, source, error, at, reported
+):
     if source is BySignal and threading.current_thread() is not threading.main_thread():
         pytest.skip("signals interrupt the main thread")
     eager, chance, came = Program(whole, graphs=False), random.Random(at), 0
@@ -160,7 +164,8 @@ def test_an_interrupt_at_any_moment_reaches_the_program_and_leaves_everything_as
         except error:
             raised = True
             interrupt.disarm()
-        assert settings() == before and raised == interrupt.came
+        assert settings() == before and raised + reported.count(error) == interrupt.came
+        reported.clear()
         came += raised
         program.begin_anew()
         assert all(torch.equal(program.call(batch(index)), expected[index]) for index in range(8))
@@ -216,6 +221,42 @@ def test_an_interrupt_while_a_generator_dies_reaches_the_program(moment, monkeyp
     for _ in range(4):
         assert wrapper(torch.ones(2)).tolist() == [1.0, 1.0]
     assert wrapper.stats.replays
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("at", [RECORDED, CAPTURED])
+def test_no_guard_of_torch_outlives_the_call_in_an_error(whole, at, monkeypatch):
+    """What is interrupted as it is left puts back what it found when the error that holds it dies."""
+    leave, forward, left = torch.inference_mode.__exit__, Block.forward, []
+
+    def inside(self, x):
+        with torch.inference_mode(False):
+            return forward(self, x)
+
+    def interrupted(self, *given):
+        left.append(1)
+        if len(left) == interrupted.at:
+            raise KeyboardInterrupt
+        leave(self, *given)
+
+    interrupted.__code__ = interrupted.__code__.replace(co_filename=leave.__code__.co_filename)
+    monkeypatch.setattr(Block, "forward", inside)
+    eager = Program(whole, graphs=False)
+    expected = [eager.call(batch(index)) for index in range(6)]
+    for interrupted.at in range(1, 100):
+        program, before = begun(whole, at), settings()
+        left.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.inference_mode, "__exit__", interrupted)
+            try:
+                program.call(batch(at))
+                break
+            except KeyboardInterrupt:
+                assert settings() == before
+        assert settings() == before
+        program.begin_anew()
+        assert all(map(torch.equal, [program.call(batch(index)) for index in range(6)], expected))
+    assert 2 < interrupted.at < 99
 
 
 class Counted:
