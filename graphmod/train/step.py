@@ -4,7 +4,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import InitVar, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -469,6 +469,14 @@ class TrainStep:
     Attributes:
         grad_norm: 0-d, the gradients' 2-norm of the last step before clipping; None without clipping or `nonfinite`.
         compile: as given.
+        device: where the model is.
+        guarded: whether steps that are not finite are noticed.
+        first_nonfinite: int64 (1,) on the device: the first step, counted from 0, that was not finite; -1 when all
+            were.
+        skipped: int64 (1,) on the device: the number of skipped updates.
+        loss_scale: float32 () on the device, or None without `scale_loss`.
+        has_ema: whether there are averaged weights.
+        iteration: the arithmetic of a step; without graphs its parts are looked up at each call, and may be wrapped.
 
     Raises:
         ValueError: `learning_rates` with an optimizer whose rate is a Python number, or `nonfinite` or `scale_loss`
@@ -524,7 +532,7 @@ class TrainStep:
 
             loss_fn, compiled_update = self._compile(loss_fn, compile), CompiledUpdate(optimizer, compile)
         self.grad_norm: Tensor | None = None
-        self._iteration = Iteration(
+        self.iteration = iteration = Iteration(
             model,
             optimizer,
             loss_fn=loss_fn,
@@ -538,16 +546,19 @@ class TrainStep:
             compiled_update=compiled_update,
             parallel=over_ranks(model, process_group, captured=self.config.scope is not Scope.none),
         )
-        self._stage = Staging(self._iteration.device)
+        self.device, self.guarded, self.has_ema = iteration.device, iteration.guarded, bool(iteration.ema)
+        self.first_nonfinite, self.skipped = iteration.first_bad, iteration.skipped
+        self.loss_scale: Tensor | None = iteration.scale
+        self._stage = Staging(self.device)
         self._eager_steps = 0
         self._graphs: list[CUDAGraphModule] = []
-        self._run, self._evaluate = self._iteration.run, self._iteration.evaluate
+        self._run, self._evaluate = iteration.run, iteration.evaluate
         if self.config.scope is Scope.full_iteration:
             self._run = CUDAGraphModule(self._run, self.config, name="train step")
             self._evaluate = CUDAGraphModule(self._evaluate, self.config, name="evaluation step")
             self._graphs = [self._run, self._evaluate]
         elif self.config.scope is Scope.per_layer:
-            layers = LayerGraphs(self._iteration, self.config, self._layers())
+            layers = LayerGraphs(iteration, self.config, self._layers())
             self._run, self._graphs = layers.run, layers.graphs
 
     def _compile(self, loss_fn: Callable, how: str) -> Callable:
@@ -590,16 +601,6 @@ class TrainStep:
         return self._evaluate(self._stage(batch))
 
     @property
-    def iteration(self) -> Iteration:
-        """The arithmetic of a step; without graphs its parts are looked up at each call, and may be wrapped."""
-        return self._iteration
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        return self._iteration.device
-
-    @property
     def learning_rate(self) -> Tensor | float:
         """The optimizer's present learning rate, that of its first parameter group."""
         return self.optimizer.param_groups[0]["lr"]
@@ -621,44 +622,17 @@ class TrainStep:
         total.pool_bytes = sum(pools.values())
         return total
 
-    @property
-    def guarded(self) -> bool:
-        """Whether steps that are not finite are noticed."""
-        return self._iteration.guarded
-
-    @property
-    def first_nonfinite(self) -> Tensor:
-        """int64 (1,) on the device: the first step, counted from 0, that was not finite; -1 when all were."""
-        return self._iteration.first_bad
-
-    @property
-    def skipped(self) -> Tensor:
-        """int64 (1,) on the device: the number of skipped updates."""
-        return self._iteration.skipped
-
-    @property
-    def loss_scale(self) -> Tensor | None:
-        """float32 () on the device, or None without `scale_loss`."""
-        return self._iteration.scale
-
-    @property
-    def has_ema(self) -> bool:
-        """Whether there are averaged weights."""
-        return bool(self._iteration.ema)
-
-    @contextmanager
-    def ema_weights(self) -> Iterator[None]:
+    def ema_weights(self) -> AbstractContextManager[None]:
         """Inside, the model has its averaged weights, at the addresses that graphs read; for evaluating and saving."""
-        with self._iteration.ema_weights():
-            yield
+        return self.iteration.ema_weights()
 
     def state_dict(self) -> dict:
         """Position in the schedule, loss scale, averaged weights; the optimizer has a state_dict of its own."""
-        return self._iteration.state_dict()
+        return self.iteration.state_dict()
 
     def load_state_dict(self, state: dict) -> None:
         """Restores what `state_dict` gave, in place, so that graphs stay valid."""
-        self._iteration.load_state_dict(state)
+        self.iteration.load_state_dict(state)
 
     def reset(self) -> None:
         """Frees the graphs and puts the model's layers back. The step then runs eagerly."""
@@ -670,6 +644,6 @@ class TrainStep:
             self._undo_compile = None
         self._graphs = []
         if self.config.scope is Scope.per_layer:
-            self._iteration.loss_fn = self._loss_fn
-        self._run, self._evaluate = self._iteration.run, self._iteration.evaluate
+            self.iteration.loss_fn = self._loss_fn
+        self._run, self._evaluate = self.iteration.run, self.iteration.evaluate
         self._stage.clear()

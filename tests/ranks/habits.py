@@ -350,7 +350,7 @@ def compiles_in_pieces(device, rank, kind):
             config=TrainGraphConfig(scope=scope if graphs else "none"),
             process_group=distributed.group.WORLD,
         )
-        around = step._iteration.parallel._replicated
+        around = step.iteration.parallel._replicated
         around.bucket_bytes_cap = 2**20
         around.register_forward_hook(lambda module, inputs, loss: pieces.add(pieces_behind(loss)))
         return lambda x: step(x[None])

@@ -109,7 +109,7 @@ def test_losses_and_weights_are_those_of_compiled_code_without_graphs(scope, dev
         if side.run is None:
             side.run = TrainStep(side.model, side.optimizer, config=graph_config(scope="none"), **settings)
             if scope == "per_layer":
-                side.run._iteration.loss_fn = side.run._loss_fn
+                side.run.iteration.loss_fn = side.run._loss_fn
                 compile_module.compile_layers(side.model, side.run._layers(), "default", device)
         side.note(loss=side.run(side.tokens(i, 1, 2, 7)), norm=side.run.grad_norm)
 

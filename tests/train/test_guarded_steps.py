@@ -73,7 +73,7 @@ def test_a_guard_that_tripped_does_not_block_the_steps_of_an_iteration_without_o
     settings = {"config": graph_config(scope="none")}
     guarded = TrainStep(parts["model"], parts["optimizer"], nonfinite="stop", **settings)
     guarded(batch)
-    guarded._iteration.first_bad.fill_(0)
+    guarded.iteration.first_bad.fill_(0)
     before = [p.detach().clone() for p in parts["model"].parameters()]
     guarded(batch)
     assert all(torch.equal(a, b) for a, b in zip(before, parts["model"].parameters(), strict=True))
@@ -156,7 +156,7 @@ def test_averaged_weights_are_those_of_eager(scope, device):
 
     step = stepper(settings, between=between)
     side = twins(build, step, device, graph=graphs(scope, **settings), replays=replays(scope))
-    assert not torch.equal(side.run._iteration.ema[0], side.model.lm_head.weight)
+    assert not torch.equal(side.run.iteration.ema[0], side.model.lm_head.weight)
 
 
 @pytest.fixture

@@ -146,7 +146,7 @@ def test_a_step_with_another_optimizer_is_its_own(scope, device):
         # The model itself is not compiled: its numbers would differ.
         step = TrainStep(model, optimizer, max_grad_norm=0.5, config=graph_config(scope=scope))
         if compile != "none":
-            step._iteration.compiled_update = CompiledUpdate(optimizer, compile)
+            step.iteration.compiled_update = CompiledUpdate(optimizer, compile)
         for index in range(6):
             step(torch.randint(0, 30, (1, 2, 7), generator=torch.Generator().manual_seed(index)))
         sides.append(dict(model.named_parameters()))
@@ -168,7 +168,7 @@ def test_the_compiled_update_in_a_graph_is_that_without_graphs(scope, device):
         # The first step makes the state, the second compiles, and the third is what the capture is compared with.
         config = graph_config(scope=kind, warmup_steps=3)
         step = TrainStep(model, optimizer, max_grad_norm=0.5, nonfinite="skip", config=config)
-        step._iteration.compiled_update = CompiledUpdate(optimizer, "default")
+        step.iteration.compiled_update = CompiledUpdate(optimizer, "default")
         for index in range(12):
             if index == 9:
                 model.lm_head.weight.data = model.lm_head.weight.data.clone()
