@@ -5,6 +5,7 @@ import math
 import platform
 import re
 import statistics
+import subprocess
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -182,29 +183,17 @@ def versions() -> dict[str, str]:
     }
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
-        return ""
-
-
 def commit(clone: Path | None = None) -> str | None:
-    """The commit that a clone (that of graphmod by default) is at, 40 or 64 hexadecimal digits, read from `.git`; None
-    where there is none."""
+    """The commit that a clone (that of graphmod by default) is at, 40 or 64 hexadecimal digits; None where there is no
+    clone, no commit yet, or no git."""
     git = (clone or Path(graphmod.__file__).parent.parent) / ".git"
-    if git.is_file():  # of a worktree, or of a submodule
-        git = (git.parent / _read(git).removeprefix("gitdir:").strip()).resolve()
-    head = _read(git / "HEAD")
-    if not head.startswith("ref:"):
-        return head or None
-    name = head.removeprefix("ref:").strip()
-    shared = (git / _read(git / "commondir")).resolve()
-    for folder in (git, shared):
-        if found := _read(folder / name):
-            return found
-    packed = (line.split() for line in _read(shared / "packed-refs").splitlines())
-    return next((words[0] for words in packed if len(words) == 2 and words[1] == name), None)
+    if not git.exists():
+        return None
+    command = ["git", f"--git-dir={git}", "rev-parse", "--verify", "--quiet", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
+    except OSError:
+        return None
 
 
 # -- the result --------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -294,25 +295,30 @@ def test_the_result_names_versions_and_commit(tiny, tmp_path, monkeypatch):
 
 
 class TestCommit:
-    def test_of_a_branch_packed_or_not_and_of_none(self, tmp_path):
-        git = tmp_path / ".git"
-        assert commit(tmp_path) is None
-        (git / "refs" / "heads").mkdir(parents=True)
-        (git / "HEAD").write_text("ref: refs/heads/main\n")
-        assert commit(tmp_path) is None, "no commit yet"
-        (git / "packed-refs").write_text(f"# pack-refs with: peeled\n{'b' * 40} refs/heads/main\n^{'c' * 40}\n")
-        assert commit(tmp_path) == "b" * 40
-        (git / "refs" / "heads" / "main").write_text("d" * 40 + "\n")
-        assert commit(tmp_path) == "d" * 40
-        (git / "HEAD").write_text("e" * 40 + "\n")
-        assert commit(tmp_path) == "e" * 40
+    def git(self, folder, *words):
+        who = ("-c", "user.name=A", "-c", "user.email=a@b.c")
+        ran = subprocess.run(["git", *who, *words], cwd=folder, check=True, capture_output=True, text=True)
+        return ran.stdout.strip()
 
-    def test_of_a_worktree(self, tmp_path):
-        own = tmp_path / "main" / ".git" / "worktrees" / "side"
-        own.mkdir(parents=True)
-        (own / "HEAD").write_text("ref: refs/heads/side\n")
-        (own / "commondir").write_text("../..\n")
-        (tmp_path / "main" / ".git" / "packed-refs").write_text(f"{'f' * 40} refs/heads/side\n")
-        (tmp_path / "side").mkdir()
-        (tmp_path / "side" / ".git").write_text(f"gitdir: {own}\n")
-        assert commit(tmp_path / "side") == "f" * 40
+    def test_of_a_branch_packed_or_not_of_no_branch_and_of_a_worktree(self, tmp_path):
+        main, side = tmp_path / "main", tmp_path / "side"
+        main.mkdir()
+        assert commit(main) is None
+        self.git(main, "init", "--initial-branch=main")
+        assert commit(main) is None, "no commit yet"
+        inside = main / "inside"
+        inside.mkdir()
+        for change in ("commit", "pack-refs --all", "checkout --detach"):
+            self.git(main, *change.split(), *(("--allow-empty", "-m", "a") if change == "commit" else ()))
+            assert commit(main) == self.git(main, "rev-parse", "HEAD"), change
+            assert commit(inside) is None, "a folder of somebody else's clone"
+        self.git(main, "worktree", "add", "-b", "side", str(side))
+        self.git(side, "commit", "--allow-empty", "-m", "b")
+        assert commit(side) == self.git(side, "rev-parse", "HEAD") != commit(main)
+
+    def test_is_none_without_git(self, tmp_path, monkeypatch):
+        self.git(tmp_path, "init")
+        self.git(tmp_path, "commit", "--allow-empty", "-m", "a")
+        assert commit(tmp_path) is not None
+        monkeypatch.setenv("PATH", "")
+        assert commit(tmp_path) is None
