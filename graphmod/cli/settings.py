@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from graphmod.config import BackendName, CompileMode
-from graphmod.decode.types import AttentionName, EngineConfig, GenerationConfigName, OffloadName, Sampling
+from graphmod.decode.types import BatchSettings, EngineConfig, GenerationConfigName, Sampling
 from graphmod.errors import ConfigError
 from graphmod.serve.settings import ServeSettings
 from graphmod.train.folders import (
@@ -62,28 +62,6 @@ class ModelSource:
             raise ConfigError(
                 "model.path=FOLDER is missing: a saved model, a checkpoint, or runs/train for the latest one"
             )
-
-
-@dataclass
-class BatchSettings:
-    """How much is decoded at a time: settings of `EngineConfig`.
-
-    Attributes:
-        max_batch_size, max_seq_len, block_size, cache_tokens, offload, offload_buffers, offload_resident, attention,
-            steps_per_sync, prefill_tokens: of `EngineConfig`. `attention` is `auto`, `fastest`, `sdpa`,
-            `flashinfer` or `triton`.
-    """
-
-    max_batch_size: int = 16
-    max_seq_len: int | None = None
-    block_size: int = 64
-    cache_tokens: int | None = None
-    offload: OffloadName = OffloadName.none
-    offload_buffers: int = 2
-    offload_resident: float = 0.0
-    attention: AttentionName = AttentionName.auto
-    steps_per_sync: int = 8
-    prefill_tokens: int = 4096
 
 
 @dataclass

@@ -5,10 +5,10 @@ PyTorch.
 request draws.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from math import isfinite
+from math import inf, isfinite
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -69,9 +69,31 @@ class GenerationConfigName(StrEnum):
     none = "none"
 
 
+@dataclass
+class BatchSettings:
+    """The settings of `EngineConfig` that say how much is decoded at a time, and where keys and values are.
+
+    Attributes:
+        max_batch_size, max_seq_len, block_size, cache_tokens, offload, offload_buffers, offload_resident, attention,
+            steps_per_sync, prefill_tokens: of `EngineConfig`. `attention` is `auto`, `fastest`, `sdpa`,
+            `flashinfer` or `triton`.
+    """
+
+    max_batch_size: int = 16
+    max_seq_len: int | None = None
+    block_size: int = 64
+    cache_tokens: int | None = None
+    offload: OffloadName = OffloadName.none
+    offload_buffers: int = 2
+    offload_resident: float = 0.0
+    attention: AttentionName = AttentionName.auto
+    steps_per_sync: int = 8
+    prefill_tokens: int = 4096
+
+
 @names_settings
 @dataclass
-class EngineConfig:
+class EngineConfig(BatchSettings):
     """Settings of `DecodeEngine`.
 
     Attributes:
@@ -103,17 +125,7 @@ class EngineConfig:
         backend: `auto`, `cuda` or `emulated`.
     """
 
-    max_batch_size: int = 16
-    max_seq_len: int | None = None
-    block_size: int = 64
-    cache_tokens: int | None = None
-    offload: OffloadName = OffloadName.none
-    offload_buffers: int = 2
-    offload_resident: float = 0.0
-    attention: AttentionName = AttentionName.auto
     buckets: list[int] | None = None
-    steps_per_sync: int = 8
-    prefill_tokens: int = 4096
     keep_prefixes: bool = False
     frozen: bool = False
     generation_config: GenerationConfigName = GenerationConfigName.auto
@@ -189,6 +201,20 @@ _STRUCTURED: dict[str, tuple[Any, str]] = {
     "whitespace_pattern": (str, "a regular expression"),
 }
 _TEXTS = ("regex", "grammar")
+_KINDS = {Real: "a number", Integral: "an integer"}
+# Kinds of the numbers of `Sampling`, what they may be, and in words.
+_RANGES: dict[str, tuple[type, Callable[[Any], bool], str]] = {
+    "temperature": (Real, lambda value: 0 <= value < inf, "be 0 (greedy) or above and finite"),
+    "top_k": (Integral, lambda value: value >= 0, "be 0 (all) or above"),
+    "top_p": (Real, lambda value: 0 < value <= 1, "be above 0 and at most 1"),
+    "min_p": (Real, lambda value: 0 <= value <= 1, "be 0 (all) to 1"),
+    "repetition_penalty": (Real, lambda value: 0 < value < inf, "be above 0 and finite"),
+    "presence_penalty": (Real, lambda value: -2 <= value <= 2, "be -2 to 2"),
+    "frequency_penalty": (Real, lambda value: -2 <= value <= 2, "be -2 to 2"),
+    "seed": (Integral, lambda value: -(2**63) <= value < 2**63, "fit into 64 bits"),
+    "max_new_tokens": (Integral, lambda value: value >= 1, "be at least 1"),
+    "top_logprobs": (Integral, lambda value: 0 <= value <= MOST_TOP, f"be 0 (none) to {MOST_TOP}"),
+}
 
 
 def said(structure: dict[str, Any]) -> dict[str, Any]:
@@ -274,34 +300,14 @@ class Sampling:
 
     def check(self) -> None:
         """Raises RequestError for a setting of the wrong kind or out of range."""
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
-            if getattr(self, name) is not None:
-                _kind(name, getattr(self, name), Real, "a number")
-        for name in ("presence_penalty", "frequency_penalty"):
-            _kind(name, getattr(self, name), Real, "a number")
-            if not -2 <= getattr(self, name) <= 2:
-                raise RequestError(f"{name} must be -2 to 2, got {getattr(self, name)}")
-        for name in ("top_k", "seed"):
-            if getattr(self, name) is not None:
-                _kind(name, getattr(self, name), Integral, "an integer")
-        for name in ("max_new_tokens", "top_logprobs", "min_tokens"):
-            _kind(name, getattr(self, name), Integral, "an integer")
-        if self.temperature is not None and not 0 <= self.temperature < float("inf"):
-            raise RequestError(f"temperature must be 0 (greedy) or above and finite, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 0:
-            raise RequestError(f"top_k must be 0 (all) or above, got {self.top_k}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise RequestError(f"top_p must be above 0 and at most 1, got {self.top_p}")
-        if not 0 <= self.top_logprobs <= MOST_TOP:
-            raise RequestError(f"top_logprobs must be 0 (none) to {MOST_TOP}, got {self.top_logprobs}")
-        if self.max_new_tokens < 1:
-            raise RequestError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise RequestError(f"seed must fit into 64 bits, got {self.seed}")
-        if self.min_p is not None and not 0 <= self.min_p <= 1:
-            raise RequestError(f"min_p must be 0 (all) to 1, got {self.min_p}")
-        if self.repetition_penalty is not None and not 0 < self.repetition_penalty < float("inf"):
-            raise RequestError(f"repetition_penalty must be above 0 and finite, got {self.repetition_penalty}")
+        for name, (kind, fits, words) in _RANGES.items():
+            value = getattr(self, name)
+            if value is None and getattr(Sampling, name) is None:
+                continue
+            _kind(name, value, kind, _KINDS[kind])
+            if not fits(value):
+                raise RequestError(f"{name} must {words}, got {value}")
+        _kind("min_tokens", self.min_tokens, Integral, _KINDS[Integral])
         if not 0 <= self.min_tokens <= self.max_new_tokens:
             raise RequestError(f"min_tokens must be 0 to the most tokens, {self.max_new_tokens}, got {self.min_tokens}")
         for name in ("stop", "bad_words", "logits_processors"):
