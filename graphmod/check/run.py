@@ -43,7 +43,7 @@ from graphmod.signature.flattening import unrepeatable
 from graphmod.signature.modes import FOREIGN, difference, key_reader
 from graphmod.step.eager_parts import RecordedPart, RecordedParts
 from graphmod.step.found_parts import Methods
-from graphmod.step.recording import record_reads
+from graphmod.step.recording import BACKWARD_OUTSIDE, late_hazards, record_reads
 from graphmod.step.results import bind, not_returned, not_to_be_made_again, outline
 from graphmod.step.surroundings import Surroundings
 from graphmod.torch_private import current_node
@@ -160,7 +160,10 @@ class Part:
         if found and not self._eager_parts:
             self.eager_if_set, found = found, []
             methods.give_up()
+        recorder.hazards += late_hazards(call, recorder, notes)
         self._take_in(recorder, changes)
+        if recorder.unfinished:
+            self._add_said(BACKWARD_OUTSIDE)
         self.guards.append(Guards(notes, recorder.backward, bound))
         self._look_at_optimizers(notes, recorder, gpu)
         for said in (given.returned(result), not_to_be_made_again(outline(result)[0])):

@@ -28,6 +28,7 @@ from graphmod.torch_private import (
 )
 from graphmod.trace import dispatch
 from graphmod.trace.garbage import no_garbage_collection
+from graphmod.trace.hazards import Hazard
 from graphmod.trace.host_draws import HostDraws
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Recorder
@@ -117,9 +118,8 @@ def record(
     refused = refused or (BACKWARD_OUTSIDE if recorder.unfinished else None)
     refused = refused or given.changed() or given.returned(call.result) or not_to_be_made_again(returned[0])
     refused = refused or what_changed(notes, bound)
-    if recorder.mask_saved is not None and call.result.differentiable:
-        refused = refused or str(recorder.mask_saved)  # a backward outside indexes with it once more
-    refused = refused or _read_by_other_names(call, recorder, notes)
+    late = late_hazards(call, recorder, notes)
+    refused = refused or (str(late[0]) if late else None)
     parts = recorder.parts
     assert isinstance(parts, RecordedParts)
     refused = refused or parts.finish(recorder, bool(call.result.differentiable), bound)
@@ -150,17 +150,17 @@ def record(
     return made
 
 
-def _read_by_other_names(call: Call, recorder: Recorder, notes: Notes) -> str | None:
-    """What is read on the host of memory that is an argument's, but that code finds elsewhere too, in words: nobody can
-    tell which of the two it is of. None where there is none."""
+def late_hazards(call: Call, recorder: Recorder, notes: Notes) -> list[Hazard]:
+    """What of a recorded call turns out at its end to be nothing that a replay could stand for."""
+    found = [] if recorder.mask_saved is None or not call.result.differentiable else [recorder.mask_saved]
     reads = None if recorder.host_draws is None else recorder.host_draws.given
-    if not reads:
-        return None
-    given = call.flat.seen
-    found = [note.before() for note in notes.notes.values() if id(note.owner) not in given]
-    found += [item for value, items, _ in notes.contents.values() if id(value) not in given for item in items]
-    hazards = (reads.read_given.get(address(one)) for one in found if isinstance(one, Tensor))
-    return next((str(hazard) for hazard in hazards if hazard is not None), None)
+    if reads:  # on the host, of memory that is an argument's; code may find that elsewhere, too, and mean it there
+        given = call.flat.seen
+        others = [note.before() for note in notes.notes.values() if id(note.owner) not in given]
+        others += [item for value, items, _ in notes.contents.values() if id(value) not in given for item in items]
+        hazards = (reads.read_given.get(address(one)) for one in others if isinstance(one, Tensor))
+        found += [hazard for hazard in hazards if hazard is not None][:1]
+    return found
 
 
 def record_reads(

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
@@ -174,6 +174,45 @@ def test_a_hazard_in_the_backward_of_a_module_is_found():
     found = only(graphmod.check(Layer(), X))
     assert found.backward
     assert f"test_check.py:{line_with('# a branch in a backward')} in backward" in found.user
+
+
+class Picks(nn.Linear):
+    def forward(self, x):
+        return super().forward(x)[x[:, 0] > 0].sum()
+
+
+class Knows(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * float(self.known.sum())
+
+
+def picks(folder):
+    return Picks(8, 8)
+
+
+def knows_its_argument(folder):
+    model = Knows(8, 8)
+    model.known = X
+    return model
+
+
+def on_ranks(folder):
+    distributed.init_process_group("gloo", store=distributed.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
+    return nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
+
+
+@pytest.mark.parametrize("make", [picks, knows_its_argument, on_ranks])
+def test_what_is_refused_once_a_call_has_ended_is_a_hazard(tmp_path, make):
+    model = make(tmp_path)
+    try:
+        effect = only(graphmod.check(model, X)).effect
+        wrapped = CUDAGraphModule(model)
+        for _ in range(4):
+            wrapped(X).sum().backward()
+        assert wrapped.stats.captures == 0 and effect in str(wrapped.last_failure)
+    finally:
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
 
 
 def test_a_loss_decides_what_is_differentiated():
