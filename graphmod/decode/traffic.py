@@ -227,7 +227,7 @@ class Traffic:
             if not self._batch.unfinished:
                 return []
             self.require_memory()
-            runs = self._move(self._decoded, self._batch.advance, among_others)
+            runs = self._move(self.decoding, self._compared, self._batch.advance, among_others)
             self._give_out(runs)
             self._rest()
             return runs
@@ -235,7 +235,7 @@ class Traffic:
     def drain(self) -> None:
         """Gives out what all launched steps find; nothing is under way after it."""
         with self._failing():
-            self._give_out(self._move(self._decoded, self._batch.drain))
+            self._give_out(self._move(self.decoding, self._compared, self._batch.drain))
 
     def forget(self) -> None:
         """What is in the cache is no beginning of a prompt any more, and what runs was made by weights of two times."""
@@ -304,10 +304,7 @@ class Traffic:
                 dropped += [self._batch.drop(sequence) for sequence in sequences if not sequence.done]
         return dropped
 
-    def _decoded(self, act: Callable[[], list[Run]], among_others: bool = False) -> list[Run]:
-        return self.decoding(self._compared, act, among_others)
-
-    def _compared(self, act: Callable[[], list[Run]], among_others: bool) -> list[Run]:
+    def _compared(self, act: Callable[[], list[Run]], among_others: bool = False) -> list[Run]:
         known = self._look()
         runs = act()
         if self._first.awaited:

@@ -15,6 +15,7 @@ import json
 import logging
 import marshal
 import os
+import select
 import signal
 import socket
 import struct
@@ -84,8 +85,8 @@ class Line:
     """
 
     def __init__(self, end: socket.socket) -> None:
-        self._socket, self._unpacker = end, Unpacker()
-        self._socket.settimeout(None)
+        self._socket, self._unpacker, self._ready = end, Unpacker(), select.poll()
+        self._ready.register(end, select.POLLIN)
         self.ended = False
 
     def send(self, message: Any) -> None:
@@ -100,28 +101,14 @@ class Line:
             seconds: to wait for the first; None waits for as long as it takes.
         """
         found: list[Any] = []
-        while (data := self._read(seconds if not found else 0)) is not None:
-            if not data:
-                self.ended = True
-                break
+        while not self.ended and self._ready.poll(None if seconds is None else 1000 * seconds):
+            data = b""
+            with contextlib.suppress(OSError):  # reset, or closed by another thread
+                data = self._socket.recv(_AT_ONCE)
+            self.ended = not data
             found += self._unpacker.add(data)
             seconds = 0 if found else seconds
         return found
-
-    def _read(self, seconds: float | None) -> bytes | None:
-        """Some bytes; none of them at the end, and None where there is nothing now."""
-        try:
-            if seconds is None or seconds <= 0:
-                return self._socket.recv(_AT_ONCE, 0 if seconds is None else socket.MSG_DONTWAIT)
-            self._socket.settimeout(seconds)
-            try:
-                return self._socket.recv(_AT_ONCE)
-            finally:
-                self._socket.settimeout(None)
-        except (BlockingIOError, TimeoutError):
-            return None
-        except OSError:  # reset, or closed by another thread
-            return b""
 
     def hear_no_more(self) -> None:
         """Whoever waits for a message here finds that it is over; what is sent still arrives."""
