@@ -8,6 +8,7 @@ import os
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from graphmod.torch_private import dynamo_config, foreach_mul, inductor_options
 from graphmod.train.activations import Recomputed
 from graphmod.train.parallel import clip, local, total_norm
 from graphmod.words import warn_once
+from graphmod.wrap.target import set_forward
 
 # Each layer may be a variant of its own, in training and evaluation.
 _RECOMPILES = 512
@@ -73,23 +75,17 @@ def compile_layers(model: nn.Module, names: list[str], how: str, device: torch.d
     """Compiles the forward of each named layer where it stands; returns what undoes that. Of a layer that runs again in
     the backward the part that runs twice is compiled.
     """
-    before = []
+    undo = ExitStack()
     for name in names:
         layer = model.get_submodule(name)
-        # To compile the checkpoint itself would have inductor read the generator's state in a capture.
         again = layer.__dict__.get("forward")
-        owner = again.__dict__ if isinstance(again, Recomputed) else layer.__dict__
-        before.append((owner, owner.get("forward")))
-        forward = again.forward if isinstance(again, Recomputed) else layer.forward
-        owner["forward"] = compiled(forward, how, device)
-
-    def undo() -> None:
-        for owner, forward in before:
-            owner.pop("forward", None)
-            if forward is not None:
-                owner["forward"] = forward
-
-    return undo
+        if isinstance(again, Recomputed):  # to compile the checkpoint would have inductor read a generator's state
+            undo.callback(setattr, again, "forward", again.forward)
+            again.forward = compiled(again.forward, how, device)
+        else:
+            undo.callback(set_forward, layer, again)
+            set_forward(layer, compiled(layer.forward, how, device))
+    return undo.close
 
 
 # -- clipping and Adam's update compiled into one pass over memory -----------------------------------------------------

@@ -4,8 +4,8 @@ Once a profiler has been attached to a process, every later launch of a graph in
 thing a run does, and no time is taken after it.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from graphmod.train.settings import Scope
 from graphmod.train.step import TrainStep
 from graphmod.wrap.layers import find_layers
+from graphmod.wrap.target import in_place_of_forward
 
 TRACE_FILE = "trace.json"
 RUN_STEP, EAGER_STEP = "step of the run", "eager step"
@@ -58,21 +59,13 @@ def _nameable(model: nn.Module, step: TrainStep) -> list[str]:
     return [] if whole else find_layers(model)
 
 
-@contextmanager
-def _named_layers(model: nn.Module, names: list[str]) -> Iterator[None]:
-    """Names the forward of each layer in a trace; around its graph, if it has one."""
-    before = []
-    try:
-        for name in names:
-            layer = model.get_submodule(name)
-            before.append((layer, layer.__dict__.get("forward")))
-            layer.__dict__["forward"] = partial(_ranged, layer.forward, name)
-        yield
-    finally:
-        for layer, forward in before:
-            del layer.__dict__["forward"]
-            if forward is not None:
-                layer.__dict__["forward"] = forward
+def _named_layers(model: nn.Module, names: list[str]) -> ExitStack:
+    """Inside, the forward of each layer has its name in a trace; around its graph, if it has one."""
+    stack = ExitStack()
+    for name in names:
+        layer = model.get_submodule(name)
+        stack.enter_context(in_place_of_forward(layer, partial(_ranged, layer.forward, name)))
+    return stack
 
 
 def _steps(step: TrainStep, batches: list[Tensor], name: str) -> None:

@@ -615,12 +615,9 @@ class TrainStep:
         """The counters of all graphs of this step."""
         if not self._graphs:
             return GraphStats(eager_calls=self._eager_steps)
-        total = self._graphs[0].stats
-        pools = {id(graph._context.group): graph.stats.pool_bytes for graph in self._graphs}
-        for graph in self._graphs[1:]:
-            total = total + graph.stats
-        total.pool_bytes = sum(pools.values())
-        return total
+        each = [graph.stats for graph in self._graphs]
+        pools = {id(graph._context.group): one.pool_bytes for graph, one in zip(self._graphs, each, strict=True)}
+        return replace(sum(each[1:], each[0]), pool_bytes=sum(pools.values()))
 
     def ema_weights(self) -> AbstractContextManager[None]:
         """Inside, the model has its averaged weights, at the addresses that graphs read; for evaluating and saving."""
