@@ -122,6 +122,9 @@ class Part:
         call = Call(self.call, args, kwargs)
         around, structure, names = Surroundings(self.root), call.flat.structure, call.names
         around.discover()
+        if around.not_to_be_recorded is not None:
+            self._add_said(around.not_to_be_recorded)
+            return call()
         self._borrowed.note(around.parallel())
         around.take_over()
         reducers = around.reducers()
@@ -175,6 +178,9 @@ class Part:
                 "the call", f"changes a mode of PyTorch ({modes[0]}), which no replay does", "do it around the call"
             )
         around.learn(self.guards[-1])
+        self._add_said(around.not_to_be_recorded)
+        if result.differentiable or recorder.backward:
+            self._add_said(around.accumulator_hooks(self.guards[-1]))
         self._borrowed.note(around.parallel())
         not_averaged = around.take_over() if torch.is_grad_enabled() else None
         self.settled = around.reducers() == reducers and not found

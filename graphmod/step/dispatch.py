@@ -13,7 +13,6 @@ from torch import Tensor
 
 from graphmod.config import Verify
 from graphmod.errors import CaptureRefused, Diverged
-from graphmod.guards.hooks import on_accumulator
 from graphmod.ranks.agreement import Agreement, Choice, LateRanks, communicated, free_before_destruction, several_ranks
 from graphmod.ranks.fully_shard import captured
 from graphmod.reads.backwards import end_left, watches
@@ -43,10 +42,6 @@ from graphmod.trace.operations import is_stale
 from graphmod.trace.recorder import Recorder
 from graphmod.trace.undo import is_interrupt, let_through, under_way, undo_left
 
-ON_ACCUMULATOR = (
-    "hooks are on the node of autograd that accumulates a parameter's gradient (grad_fn.next_functions, as in "
-    "Megatron-core's DistributedDataParallel), which a graph does not run; use register_post_accumulate_grad_hook"
-)
 TRACED = ", and no graph is in what is made of it; trace first, and wrap that: CUDAGraphModule(traced)"
 PARTS_OF_RANKS = (
     "has an eager part, and takes part in what several ranks do together; keep that part outside of the captured call"
@@ -429,9 +424,7 @@ def _judge(context: Context, entry: Entry, call: Call, recording: Recording) -> 
     if modes and recording.refused is None:
         recording.refused = f"changes a mode of PyTorch ({modes[0]}), which no replay does; do it around the call"
     if call.result.differentiable or recording.backward:
-        trained = [one for one in (*recording.guards.parameters(), *context.around.parameters) if one.requires_grad]
-        with torch.enable_grad():
-            recording.refused = recording.refused or (ON_ACCUMULATOR if any(map(on_accumulator, trained)) else None)
+        recording.refused = recording.refused or context.around.accumulator_hooks(recording.guards)
     entry.add(recording)
     if dispatch.current() is None:  # else it is part of a larger recording
         context.learn_uses(entry, call, recording)

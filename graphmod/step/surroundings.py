@@ -12,9 +12,14 @@ from typing import Any, TypeGuard, TypeVar
 import torch
 from torch import Tensor, nn
 
+from graphmod.guards.hooks import on_accumulator
 from graphmod.ranks.data_parallel import compiled_around, is_taken_over, joins, take_over_later
 from graphmod.ranks.fully_shard import shared_otherwise
 
+_ON_ACCUMULATOR = (
+    "hooks are on the node of autograd that accumulates a parameter's gradient (grad_fn.next_functions, as in "
+    "Megatron-core's DistributedDataParallel), which a graph does not run; use register_post_accumulate_grad_hook"
+)
 T = TypeVar("T")
 _MOST = 4096  # objects looked at
 _DEPTH = 4
@@ -84,6 +89,12 @@ class Surroundings:
             self.not_to_be_recorded = self.not_to_be_recorded or shared_otherwise(one) or compiled_around(one)
             if isinstance(one, nn.parallel.DistributedDataParallel):
                 self._parallel[one] = None
+
+    def accumulator_hooks(self, guards: Any) -> str | None:
+        """Why no graph takes the place of the backward of a recorded call: hooks on what accumulates gradients."""
+        trained = [one for one in (*guards.parameters(), *self.parameters) if one.requires_grad]
+        with torch.enable_grad():
+            return _ON_ACCUMULATOR if any(map(on_accumulator, trained)) else None
 
     def device(self, leaves: list[Tensor]) -> torch.device | None:
         """A GPU that the callable or its arguments have tensors on, else the CPU; None where there is no tensor."""

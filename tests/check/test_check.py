@@ -201,8 +201,21 @@ def on_ranks(folder):
     return nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
 
 
-@pytest.mark.parametrize("make", [picks, knows_its_argument, on_ranks])
-def test_what_is_refused_once_a_call_has_ended_is_a_hazard(tmp_path, make):
+def compiled_with_ranks(folder):
+    return torch.compile(on_ranks(folder), backend="eager")
+
+
+def with_a_hook_on_an_accumulator(folder):
+    model = nn.Linear(8, 8)
+    model.kept = [model.weight.expand_as(model.weight).grad_fn.next_functions[0][0]]
+    model.kept[0].register_hook(lambda *_: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    "make", [picks, knows_its_argument, on_ranks, compiled_with_ranks, with_a_hook_on_an_accumulator]
+)
+def test_what_a_wrapper_refuses_is_a_hazard(tmp_path, make):
     model = make(tmp_path)
     try:
         effect = only(graphmod.check(model, X)).effect
