@@ -100,6 +100,13 @@ def test_settings_of_commands_exist(path, tmp_path, monkeypatch, capsys):
                 TRAIN.typed(filled(*job))
 
 
+@pytest.mark.parametrize("path", [path for path in PAGES if commands(path)], ids=name_of)
+def test_a_shell_passes_the_arguments_of_commands_on_as_they_are(path):
+    for line in re.findall(r"^    ((?:curl|graphmod|make|pip|python) .*)$", path.read_text(), flags=re.M):
+        bare = re.sub(r"'[^']*'|\"[^\"]*\"|\s#.*", "", line)
+        assert not re.search(r"[][(){}<>*?;&|!$`]", bare), f"{path.name}: {line}"
+
+
 def several_of(override):
     """The values that an override lists."""
     listed = override.is_discrete_sweep() and not isinstance(override.value(), Glob)
