@@ -665,9 +665,11 @@ def same_plain(one: Any, other: Any) -> bool:
 
 def _same_plain(one: Any, other: Any) -> bool:
     try:
+        if is_made_by_code(type(one)):  # and may have attributes, or an idea of its own of what is equal
+            return same(one.__reduce_ex__(2), other.__reduce_ex__(2))
         if one != other:
             return bool(one != one and other != other)  # NaN is NaN
-    except Exception as error:  # comparing is code of the value's
+    except Exception as error:  # taking a value apart is code of its class
         let_through(error)
         return False
     return not isinstance(one, (float, complex)) or repr(one) == repr(other)  # 0.0 is not -0.0

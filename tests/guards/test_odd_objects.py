@@ -495,3 +495,34 @@ class Scaled(nn.Module):
 
     def forward(self, x):
         return self.inner(x) * self.held.read()
+
+
+class Rate(float):
+    def __init__(self, value, unit=1.0):
+        self.unit = unit
+
+    def __new__(cls, value, unit=1.0):
+        return super().__new__(cls, value)
+
+
+class SlottedRate(Rate):
+    __slots__ = ("unit",)
+
+
+class Rough(Rate):
+    def __eq__(self, other):
+        return True
+
+    __hash__ = float.__hash__
+
+
+@pytest.mark.parametrize("kind", [Rate, SlottedRate, Rough])
+@pytest.mark.parametrize("other", [(2.0, 3.0), (3.0, 1.0)])
+def test_a_number_of_a_class_of_ones_own_is_the_same_with_the_same_attributes(kind, other, device):
+    held = SimpleNamespace(rate=kind(2.0))
+    call = CUDAGraphModule(lambda x: x * float(held.rate) * held.rate.unit, config())
+    for step in range(10):
+        held.rate = kind(2.0) if step < 5 else kind(*other)
+        expected = torch.full((2,), held.rate.unit * float(held.rate), device=device)
+        assert torch.equal(call(torch.ones(2, device=device)), expected)
+    assert call.stats.replays >= 4
