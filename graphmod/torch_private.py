@@ -107,6 +107,8 @@ try:
     """The number of the next node that this thread makes in autograd's graph."""
     FunctionBase = _C._FunctionBase
     """The class of the nodes of functions in Python."""
+    AccumulateGrad: type = vars(_C._functions)["AccumulateGrad"]
+    """The class of the nodes at which backwards end, each at one leaf."""
 
     # dispatch keys
     DispatchKeySet = _C.DispatchKeySet

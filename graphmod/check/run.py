@@ -180,7 +180,7 @@ class Part:
         around.learn(self.guards[-1])
         self._add_said(around.not_to_be_recorded)
         if result.differentiable or recorder.backward:
-            self._add_said(around.accumulator_hooks(self.guards[-1]))
+            self._add_said(around.kept_accumulators(self.guards[-1], recorder.backward))
         self._borrowed.note(around.parallel())
         not_averaged = around.take_over() if torch.is_grad_enabled() else None
         self.settled = around.reducers() == reducers and not found

@@ -2,7 +2,9 @@
 
 import contextlib
 import functools
+import inspect
 import operator
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from graphmod.torch_private import AccumulateGrad
 from graphmod.trace.lines import CORE
 
 _backward_hooks = operator.attrgetter("_backward_hooks")
@@ -79,6 +82,14 @@ def on_accumulator(parameter: Tensor) -> bool:
         if not all(map(is_ours, hooks.values())):
             return True
     return False
+
+
+def keeps_accumulators(parameter: Tensor) -> bool:
+    """Whether a gradient hook of a parameter keeps nodes that accumulate gradients: `register_multi_grad_hook` asks
+    which of its nodes run, and a capture of a backward makes others in their place."""
+    hooks = [hook for hook in (parameter._backward_hooks or {}).values() if isinstance(hook, types.FunctionType)]
+    kept = [value for hook in hooks for value in inspect.getclosurevars(hook).nonlocals.values()]
+    return any(isinstance(node, AccumulateGrad) for value in kept if isinstance(value, list) for node in value)
 
 
 def is_ours(hook: Any) -> bool:

@@ -424,7 +424,7 @@ def _judge(context: Context, entry: Entry, call: Call, recording: Recording) -> 
     if modes and recording.refused is None:
         recording.refused = f"changes a mode of PyTorch ({modes[0]}), which no replay does; do it around the call"
     if call.result.differentiable or recording.backward:
-        recording.refused = recording.refused or context.around.accumulator_hooks(recording.guards)
+        recording.refused = recording.refused or context.around.kept_accumulators(recording.guards, recording.backward)
     entry.add(recording)
     if dispatch.current() is None:  # else it is part of a larger recording
         context.learn_uses(entry, call, recording)

@@ -12,13 +12,14 @@ from typing import Any, TypeGuard, TypeVar
 import torch
 from torch import Tensor, nn
 
-from graphmod.guards.hooks import on_accumulator
+from graphmod.guards.hooks import keeps_accumulators, on_accumulator
 from graphmod.ranks.data_parallel import compiled_around, is_taken_over, joins, take_over_later
 from graphmod.ranks.fully_shard import shared_otherwise
 
-_ON_ACCUMULATOR = (
-    "hooks are on the node of autograd that accumulates a parameter's gradient (grad_fn.next_functions, as in "
-    "Megatron-core's DistributedDataParallel), which a graph does not run; use register_post_accumulate_grad_hook"
+_KEPT_ACCUMULATOR = (
+    "code keeps the node of autograd that accumulates a parameter's gradient (grad_fn.next_functions, as in "
+    "Megatron-core's DistributedDataParallel, or register_multi_grad_hook), which a graph does not run; use "
+    "register_post_accumulate_grad_hook, or register the hook inside of the step"
 )
 T = TypeVar("T")
 _MOST = 4096  # objects looked at
@@ -90,11 +91,16 @@ class Surroundings:
             if isinstance(one, nn.parallel.DistributedDataParallel):
                 self._parallel[one] = None
 
-    def accumulator_hooks(self, guards: Any) -> str | None:
-        """Why no graph takes the place of the backward of a recorded call: hooks on what accumulates gradients."""
+    def kept_accumulators(self, guards: Any, renewed: bool) -> str | None:
+        """Why no graph takes the place of the backward of a recorded call: somebody else's accumulators of gradients.
+
+        Args:
+            renewed: whether a capture makes others.
+        """
         trained = [one for one in (*guards.parameters(), *self.parameters) if one.requires_grad]
         with torch.enable_grad():
-            return _ON_ACCUMULATOR if any(map(on_accumulator, trained)) else None
+            kept = any(map(on_accumulator, trained)) or (renewed and any(map(keeps_accumulators, trained)))
+        return _KEPT_ACCUMULATOR if kept else None
 
     def device(self, leaves: list[Tensor]) -> torch.device | None:
         """A GPU that the callable or its arguments have tensors on, else the CPU; None where there is no tensor."""

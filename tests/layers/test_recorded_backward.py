@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.checkpoint import checkpoint
 
 from graphmod import CUDAGraphModule, graph_layers
@@ -457,6 +458,42 @@ def test_hooks_on_nodes_that_accumulate_gradients_keep_a_call_eager(whole_step, 
 
     assert same(play(False), play(True))
     assert "the node of autograd that accumulates" in caplog.text
+
+
+@pytest.mark.parametrize(("way", "captured"), [("outside", False), ("inside", True), ("layer", True)])
+def test_a_hook_that_waits_for_several_gradients_runs_as_in_eager(way, captured, caplog):
+    def play(graphed):
+        torch.manual_seed(0)
+        model, total, seen = nn.Linear(3, 3), torch.zeros(()), []
+
+        def waits():
+            return register_multi_grad_hook(list(model.parameters()), lambda found: total.add_(found[0].sum()))
+
+        def step(x):
+            handle = waits() if way == "inside" else None
+            model.zero_grad()
+            loss = model(x).square().sum()
+            loss.backward()
+            if handle is not None:
+                handle.remove()
+            return loss.detach()
+
+        target = model if way == "layer" else step
+        call = CUDAGraphModule(target, config()) if graphed else target
+        for i in range(2 * STEPS):
+            if i == STEPS and way != "inside":
+                waits()
+            result = call(torch.full((2, 3), 1.0 + i))
+            if way == "layer":
+                result.square().sum().backward()
+            held = model(torch.ones(2, 3))  # whose history ends at the nodes, too
+            seen.append((total.clone(), held.detach()))
+        if graphed:
+            assert (call.stats.replays > STEPS) == captured
+        return seen
+
+    assert same(play(False), play(True))
+    assert captured != ("register_multi_grad_hook" in caplog.text)
 
 
 CHANGES = ("for good", "there and back", "frozen", "frozen for good", "hook", "other thread", "skipped")
