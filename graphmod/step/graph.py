@@ -129,7 +129,7 @@ class StepGraph:
             if reason is not None:
                 raise CaptureRefused(reason)
             held = {*map(id, owned), *(id(tensor) for _, _, tensor in guards.slots)}
-            self.results = Results(self, result, given, recorder, held)
+            self.results = Results(self, result, given, recorder, held, owned)
             self._find_parameters(inside, identities, recorder)
 
         def capture(undo: Undo) -> Any:

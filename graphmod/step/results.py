@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -187,6 +187,22 @@ def is_spent(tensor: Tensor) -> bool:
     return False
 
 
+def _gradient(tensor: Tensor, parameters: list[Tensor]) -> Callable[[], Tensor] | None:
+    """What makes a result again that is the gradient of a parameter, or a view of it; None of others."""
+    for parameter in parameters if not tensor.requires_grad else ():
+        grad: Any = parameter.grad
+        if tensor is grad:
+            return functools.partial(getattr, parameter, "grad")
+        if address(tensor) and address(tensor) == address(grad) and _within(tensor, grad):
+            return functools.partial(_view_of_gradient, parameter, PartOf(0, grad, tensor, argument=True))
+    return None
+
+
+def _view_of_gradient(parameter: Tensor, view: PartOf) -> Tensor:
+    grad: Any = parameter.grad
+    return view.of(grad)
+
+
 class Spent(torch.autograd.Function):
     """Gives a tensor a history whose backward has been run, as a captured call leaves it behind."""
 
@@ -210,6 +226,7 @@ class Results:
         result: what the captured code returned.
         given: the static tensors it was given.
         held: the identities of the tensors that what is called holds as they are.
+        owned: parameters, which have the gradients that the code left to them.
 
     Attributes:
         with_grad: those that require grad, in the order in which autograd sees them.
@@ -225,7 +242,13 @@ class Results:
     _anchor = torch.zeros(0, requires_grad=True)
 
     def __init__(
-        self, graph: Any, result: Flat, given: list[Tensor], recorder: Follower, held: Collection[int]
+        self,
+        graph: Any,
+        result: Flat,
+        given: list[Tensor],
+        recorder: Follower,
+        held: Collection[int],
+        owned: Sequence[Tensor],
     ) -> None:
         entry: Entry = graph.entry
         self._structure, self._bound = result.structure, graph.recording.guards.bound
@@ -256,10 +279,13 @@ class Results:
         outside = [none and self._is_outside(tensor, recorder) for none, tensor in zip(of_none, tensors, strict=True)]
         free = [none and not out for none, out in zip(of_none, outside, strict=True)]
         shared = shared_parts([tensor if is_free else None for tensor, is_free in zip(tensors, free, strict=True)])
+        with_gradients = [parameter for parameter in owned if parameter.grad is not None]
         for place, tensor in enumerate(tensors):
             where = address(tensor)
             if id(tensor) in places:
                 self._parts.append(places[id(tensor)])
+            elif (gradient := _gradient(tensor, with_gradients)) is not None:
+                self._parts.append(gradient)
             elif outside[place]:
                 self._pass_on(tensor, recorder, id(tensor) in held)
             else:

@@ -199,3 +199,45 @@ def test_a_value_that_is_another_in_each_call_is_not_frozen(device):
     with torch.no_grad():
         times = [wrapper(torch.ones(4, 8, device=device))[1] for _ in range(CALLS)]
     assert len(set(times)) == CALLS
+
+
+GRADIENTS = {
+    "a gradient": lambda m: m.weight.grad,
+    "a gradient twice": lambda m: of(m.weight.grad, m.weight.grad),
+    "all gradients": lambda m: [p.grad for p in m.parameters()],
+    "views of a gradient": lambda m: of(m.weight.grad[1:], m.weight.grad.detach(), m.weight.grad.t()),
+    "what it binds": lambda m: setattr(m, "kept", m.weight.grad),
+}
+
+
+@pytest.mark.parametrize("clear", [True, False, None])
+@pytest.mark.parametrize("what", GRADIENTS)
+def test_what_is_written_into_a_gradient_that_was_returned_is_seen_as_in_eager(what, clear, device):
+    def play(graphed):
+        torch.manual_seed(0)
+        model, seen = nn.Linear(3, 3).to(device), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x):
+            if clear is not None:
+                optimizer.zero_grad(set_to_none=clear)
+            model(x).square().mean().backward()
+            return GRADIENTS[what](model)
+
+        call = CUDAGraphModule(step, config()) if graphed else step
+        for index in range(CALLS):
+            result = call(torch.full((2, 3), 1.0 + index, device=device))
+            result = model.kept if what == "what it binds" else result
+            results = [result] if isinstance(result, torch.Tensor) else result
+            for one in results:
+                one.mul_(0.5)
+            seen += [torch.tensor([one is p.grad for one in results for p in model.parameters()])]
+            seen += [one.clone() for one in results]
+            optimizer.step()
+            model.weight.grad.add_(1)
+            seen += [one.clone() for one in (*results, *model.parameters())]
+        assert not graphed or call.stats.replays, call.last_failure
+        return seen
+
+    for one, other in zip(play(False), play(True), strict=True):
+        assert torch.equal(one, other)
