@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from graphmod.signature.flattening import OBJECTS, flatten
+from graphmod.signature.flattening import OBJECTS, Constant, flatten
 from graphmod.signature.signature import PLAIN_TENSORS, argument_names, attributes_of, parameter_names
 from graphmod.trace.operations import is_leaf, is_stale
 
@@ -24,6 +24,7 @@ class Flat:
 
     Args:
         bound: values that go with it, of which objects are taken apart too.
+        kept: containers that count by identity where they are in it, and are not taken apart.
 
     Attributes:
         value: the value, or a tuple of it and of those.
@@ -32,12 +33,13 @@ class Flat:
         seen: the identities of its tensors and of the containers in it; see `flatten`.
     """
 
-    __slots__ = ("leaves", "seen", "structure", "value")
+    __slots__ = ("kept", "leaves", "seen", "structure", "value")
 
-    def __init__(self, value: Any, bound: Sequence[Any] = ()) -> None:
+    def __init__(self, value: Any, bound: Sequence[Any] = (), kept: Sequence[Any] = ()) -> None:
         self.value = (value, *bound) if bound else value
+        self.kept = kept
         self.leaves: list[Tensor] = []
-        self.seen: dict[int, Any] = {}
+        self.seen: dict[int, Any] = {id(one): (Constant(one), one) for one in kept}
         self.structure: Any = flatten(value, self.leaves, self.seen)
         if bound:
             self.seen[OBJECTS] = None

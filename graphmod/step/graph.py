@@ -117,7 +117,7 @@ class StepGraph:
         def run() -> Flat:
             with saving:
                 value = inside()
-                result = resolved(value, [there for _, _, there in guards.bound_now()])
+                result = resolved(value, [there for _, _, there in guards.bound_now()], recording.kept)
             return result
 
         def check(recorder: Follower, result: Flat) -> None:

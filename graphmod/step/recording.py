@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from graphmod.guards.changes import imports, what_changed
 from graphmod.guards.guards import Guards
 from graphmod.guards.notes import Notes
 from graphmod.reads.frames import noting
-from graphmod.signature.call import Call, Given
+from graphmod.signature.call import Call, Flat, Given
 from graphmod.step.eager_parts import RecordedPart, RecordedParts
 from graphmod.step.found_parts import Methods
 from graphmod.step.results import bind, not_to_be_made_again, outline, resolved
@@ -34,10 +34,16 @@ from graphmod.trace.operations import address
 from graphmod.trace.recorder import Recorder
 from graphmod.trace.script import Script
 from graphmod.trace.undo import Undo, undoing
+from graphmod.trace.untraced import identity
 
 BACKWARD_OUTSIDE = (
     "holds the forward of a DistributedDataParallel, whose backward averages gradients outside of the call; wrap the "
     "whole step, or the layers: graph_layers(model)"
+)
+
+
+RETURNED_AS_FOUND = (
+    "returns a container of tensors that was there before the call, with others that have a backward; return a new one"
 )
 
 
@@ -66,6 +72,7 @@ class Recording:
         communicates: whether other processes took part in it.
         guards: what its code read.
         returned: the outline of its result, and of what it bound anew.
+        kept: containers in its result that were there before, and that each replay returns.
         differentiable: whether a tensor in its result may have a backward.
         refused: why it is not to be captured; None where it may be.
         seconds: that it took.
@@ -87,6 +94,7 @@ class Recording:
     communicates: bool
     guards: Guards
     returned: tuple
+    kept: Sequence[Any]
     refused: str | None
     seconds: float
     settles: bool
@@ -112,11 +120,17 @@ def record(
     """
     began, compiled = time.perf_counter(), frames_compiled()
     recorder, notes, given = record_reads(call, gpu, *roots, methods=methods, follows=follows)
-    bound, whole = bind(notes, call.result, recorder)
-    returned = outline(whole)
     refused = str(recorder.hazards[0]) if recorder.hazards else None
     refused = refused or (BACKWARD_OUTSIDE if recorder.unfinished else None)
-    refused = refused or given.changed() or given.returned(call.result) or not_to_be_made_again(returned[0])
+    refused = refused or given.changed() or given.returned(call.result)
+    kept = _returned_as_found(call.result, notes)
+    if call.result.differentiable and any(Flat(one).leaves for one in kept):
+        refused = refused or RETURNED_AS_FOUND
+    elif kept:
+        call.result = Flat(call.result.value, kept=kept)
+    bound, whole = bind(notes, call.result, recorder)
+    returned = outline(whole)
+    refused = refused or not_to_be_made_again(returned[0])
     refused = refused or what_changed(notes, bound)
     late = late_hazards(call, recorder, notes)
     refused = refused or (str(late[0]) if late else None)
@@ -134,6 +148,7 @@ def record(
         recorder.collectives > 0,
         guards,
         returned,
+        whole.kept,
         refused,
         seconds=time.perf_counter() - began,
         settles=recorder.compiles or frames_compiled() != compiled or imports(notes),
@@ -155,12 +170,25 @@ def late_hazards(call: Call, recorder: Recorder, notes: Notes) -> list[Hazard]:
     found = [] if recorder.mask_saved is None or not call.result.differentiable else [recorder.mask_saved]
     reads = None if recorder.host_draws is None else recorder.host_draws.given
     if reads:  # on the host, of memory that is an argument's; code may find that elsewhere, too, and mean it there
-        given = call.flat.seen
-        others = [note.before() for note in notes.notes.values() if id(note.owner) not in given]
-        others += [item for value, items, _ in notes.contents.values() if id(value) not in given for item in items]
-        hazards = (reads.read_given.get(address(one)) for one in others if isinstance(one, Tensor))
+        others = (one for one in _found(notes, call.flat.seen) if isinstance(one, Tensor))
+        hazards = (reads.read_given.get(address(one)) for one in others)
         found += [hazard for hazard in hazards if hazard is not None][:1]
     return found
+
+
+def _returned_as_found(result: Flat, notes: Notes) -> list[Any]:
+    """The containers in a result that can be changed, and that were there before the call."""
+    parts = (part[1] for part in result.seen.values() if part.__class__ is tuple)
+    containers = {identity(one) for one in parts if not isinstance(one, (tuple, frozenset))}
+    return [one for one in _found(notes) if identity(one) in containers] if containers else []
+
+
+def _found(notes: Notes, given: Collection[int] = ()) -> Iterator[Any]:
+    """What was there before the call in attributes, variables and containers that its code read, but for those of
+    objects (by identity) that it was `given`."""
+    yield from (note.before() for note in notes.notes.values() if id(note.owner) not in given)
+    for value, items, _ in notes.contents.values():
+        yield from () if id(value) in given else items
 
 
 def record_reads(

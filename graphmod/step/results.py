@@ -155,7 +155,7 @@ def bind(notes: Notes, result: Flat, recorder: Recorder) -> tuple[list[Note], Fl
 
     can = functools.partial(_can_be_bound, notes=notes, returned=returned, backward=recorder.backward)
     places = [note for note in bound_anew(notes) if not is_fixed(note) and can(note.now())]
-    return places, Flat(result.value, [note.now() for note in places]) if places else result
+    return places, Flat(result.value, [note.now() for note in places], result.kept) if places else result
 
 
 def _can_be_bound(value: Any, notes: Notes, returned: set[int], backward: bool) -> bool:
@@ -253,7 +253,7 @@ class Results:
         entry: Entry = graph.entry
         self._structure, self._bound = result.structure, graph.recording.guards.bound
         # Of the result itself; those that follow are in what it binds, and have no backward that is to come.
-        own = len(Flat(result.value[0]).leaves) if self._bound else len(result.leaves)
+        own = len(Flat(result.value[0], kept=result.kept).leaves) if self._bound else len(result.leaves)
         reason = not_to_be_made_again(self._structure)
         if reason is not None:
             raise CaptureRefused(reason)
@@ -385,14 +385,14 @@ class Results:
         return result
 
 
-def resolved(result: Any, bound: Sequence[Any] = ()) -> Flat:
+def resolved(result: Any, bound: Sequence[Any] = (), kept: Sequence[Any] = ()) -> Flat:
     """The result, and what the call bound anew, with lazy conjugates, negations and zeros carried out, for which no
-    plain memory stands."""
-    flat = Flat(result, bound)
+    plain memory stands. See `Flat` for `kept`."""
+    flat = Flat(result, bound, kept)
     if not any(t.is_conj() or t.is_neg() or t._is_zerotensor() for t in flat.leaves if t.layout is torch.strided):
         return flat
     made = rebuild(flat.structure, [_in_memory(tensor) for tensor in flat.leaves])
-    return Flat(made[0], made[1:]) if bound else Flat(made)
+    return Flat(made[0], made[1:], kept) if bound else Flat(made, kept=kept)
 
 
 def _in_memory(tensor: Tensor) -> Tensor:

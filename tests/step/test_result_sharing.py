@@ -2,6 +2,7 @@
 other, as in eager; and results that are no plain tensors made by the call."""
 
 import copy
+import dataclasses
 import time
 
 import pytest
@@ -237,6 +238,53 @@ def test_what_is_written_into_a_gradient_that_was_returned_is_seen_as_in_eager(w
             model.weight.grad.add_(1)
             seen += [one.clone() for one in (*results, *model.parameters())]
         assert not graphed or call.stats.replays, call.last_failure
+        return seen
+
+    for one, other in zip(play(False), play(True), strict=True):
+        assert torch.equal(one, other)
+
+
+@dataclasses.dataclass
+class State:
+    total: torch.Tensor
+
+    def __post_init__(self):
+        self.options = {"sizes": [3, 3]}
+        self.kept, self.by_name = [self.total], {"total": self.total}
+
+
+FOUND = {
+    "an object": lambda s: s,
+    "a list of tensors": lambda s: s.kept,
+    "a dict of tensors, in another": lambda s: {"state": s.by_name},
+    "a dict of numbers": lambda s: s.options,
+    "a list of numbers": lambda s: of(s.options["sizes"], s.total),
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("what", FOUND)
+def test_a_container_that_was_there_before_is_returned_itself(what, grad, device):
+    def play(graphed):
+        torch.manual_seed(0)
+        state, layer, seen = State(torch.zeros(3, device=device)), nn.Linear(3, 3).to(device), []
+
+        def step(x):
+            y = layer(x)
+            state.total.add_(y.detach()[0])
+            if what == "an object":
+                state.mean = y.detach().mean()
+            return FOUND[what](state), (y if grad else y.detach())
+
+        call = CUDAGraphModule(step, config()) if graphed else step
+        for index in range(CALLS):
+            found, y = call(torch.full((2, 3), float(index), device=device))
+            found = found["state"] if "in another" in what else found[0] if what == "a list of numbers" else found
+            there = (state, state.kept, state.by_name, state.options, state.options["sizes"])
+            seen += [torch.tensor([found is one for one in there]), state.total.clone(), y.detach().clone()]
+            if what == "an object":
+                seen.append(found.mean.clone())
+        assert not graphed or bool(call.stats.replays) == ("number" in what or not grad), call.last_failure
         return seen
 
     for one, other in zip(play(False), play(True), strict=True):
