@@ -74,10 +74,10 @@ def fitted(
         before = _state(criterion)
         # Numbers that an object counts in should begin where they do without a trial.
         tried = loss_fn if isinstance(loss_fn, (types.FunctionType, functools.partial)) else copy.copy(loss_fn)
-        if batches.evaluation:
-            _try_evaluation(model, config, microbatch, tried)
         averaged = ranks.count > 1 and config.parallel.mode is ParallelMode.ddp
         _try_loss(model, config, microbatch, tried, averaged)
+        if batches.evaluation:  # what fails there alone
+            _try_evaluation(model, config, microbatch, tried)
         if _state(criterion) != before:
             raise ConfigError(
                 f"{named('train.loss', config.train.own_loss)} keeps something from step to step, which no "

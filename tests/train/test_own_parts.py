@@ -403,6 +403,10 @@ def test_a_module_in_the_present_folder_is_found(own, tmp_path, monkeypatch):
             {"loss": named("classified", smoothing=1)},
             "unexpected keyword argument 'smoothing'. Given: model, microbatch",
         ),
+        (
+            {"model": named("Net"), "loss": named("misspelt"), "overrides": ["train.eval_every=4"]},
+            "my_parts.misspelt: the loss of a microbatch (",
+        ),
         ({"model": named("Net"), "loss": named("of_rows")}, "the loss returned (32,) float32; a loss is the mean"),
         ({"model": named("Net"), "loss": named("detached")}, "the loss returned () float32 without a gradient"),
         ({"model": named("Net"), "loss": named("on_the_host")}, "the loss returned a float; a loss is the mean"),
