@@ -208,7 +208,8 @@ class ResponseFormat(Object):
     @model_validator(mode="after")
     def _with_schema(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise _refusal("unsupported_field", "goes with type=json_schema, and this with it", "json_schema")
+            said = "is missing; type=json_schema needs it" if self.json_schema is None else "goes with type=json_schema"
+            raise _refusal("unsupported_field", said, "json_schema")
         return self
 
 
@@ -443,7 +444,8 @@ class ChatRequest(_Request):
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise _refusal("unsupported_field", f"has {twice[0]!r} twice; give each tool a name of its own", "tools")
         if choice is not None and (choice.type == "function") != (choice.function is not None):
-            raise _refusal("unsupported_field", "goes with type=function, and this with it", "tool_choice.function")
+            said = "is missing; type=function needs it" if choice.function is None else "goes with type=function"
+            raise _refusal("unsupported_field", said, "tool_choice.function")
         if choice is not None and choice.type in ("required", "function") and not self.tools:
             raise _refusal("unsupported_field", "goes with tools", "tool_choice")
         if choice is not None and choice.function is not None and choice.function.name not in names:

@@ -59,7 +59,16 @@ def test_completions_take_forms_as_vllm_has_them(served, form, matches):
 @pytest.mark.parametrize(
     ("fields", "param", "said"),
     [
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "goes with type=json_schema"),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "response_format.json_schema",
+            "is missing; type=json_schema needs",
+        ),
+        (
+            {"response_format": {"type": "text", "json_schema": {"schema": {}}}},
+            "response_format.json_schema",
+            "goes with type=json_schema",
+        ),
         (
             {"response_format": {"type": "xml"}},
             "response_format.type",

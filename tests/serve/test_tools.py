@@ -219,7 +219,12 @@ def test_definitions_of_schemas_stay_with_them():
         ({"tools": None, "tool_choice": "required"}, "tool_choice", "goes with tools"),
         ({"tools": CHAT["tools"] * 2}, "tools", "has 'go' twice; give each tool a name of its own"),
         ({"tool_choice": "any"}, "tool_choice.type", "must be 'none', 'auto', 'required' or 'function', got \"any\""),
-        ({"tool_choice": "function"}, "tool_choice.function", "goes with type=function"),
+        ({"tool_choice": "function"}, "tool_choice.function", "is missing; type=function needs it"),
+        (
+            {"tool_choice": {"type": "auto", "function": {"name": "go"}}},
+            "tool_choice.function",
+            "goes with type=function",
+        ),
         (
             {"tool_choice": {"type": "function", "function": {"name": "fly"}}},
             "tool_choice.function.name",
