@@ -28,7 +28,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
-from hydra.core.utils import JobStatus
+from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import HydraException, OverrideParseException
 from hydra.experimental.callback import Callback
 from hydra.plugins.completion_plugin import CompletionPlugin
@@ -137,8 +137,7 @@ def require_own_folder(config: DictConfig, other: str, own: str) -> None:
 
 
 class CommandCallback(Callback):
-    """Refuses folders that do nothing, and ends a command with the error of its only job, where Hydra would print the
-    arguments again."""
+    """Refuses folders that do nothing."""
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         """Raises ConfigError for a folder that a single run does not have."""
@@ -148,10 +147,12 @@ class CommandCallback(Callback):
         """Raises ConfigError for a folder that a multirun does not have."""
         require_own_folder(config, "run", "sweep")
 
-    def on_run_end(self, config: DictConfig, **given: Any) -> None:
-        """Raises what the job raised."""
-        if given["job_return"].status is JobStatus.FAILED:
-            raise given["job_return"]._return_value
+
+def _returned(job: JobReturn) -> Any:
+    """What a job returned. Raises what it raised; Hydra prints all arguments before."""
+    if job.status is JobStatus.FAILED:
+        raise job._return_value
+    return job._return_value
 
 
 @dataclass
@@ -368,10 +369,10 @@ def _is_quoted(override: str, value: str) -> bool:
 @contextmanager
 def _as_main(argv: list[str], kind: type) -> Iterator[None]:
     """Inside, Hydra finds these arguments, completes choices and values of the command with settings of this kind, and
-    leaves errors to who called it. It has a variable of the environment for that, which processes that are started
-    would find, too."""
+    leaves errors, those of jobs too, to who called it. It has a variable of the environment for that, which processes
+    that are started would find, too."""
     arguments, report, options = sys.argv, hydra_utils.run_and_report, ConfigLoaderImpl.get_group_options
-    matches = CompletionPlugin._get_matches
+    matches, return_value = CompletionPlugin._get_matches, vars(JobReturn)["return_value"]
 
     def of_this_command(loader: ConfigLoaderImpl, group_name: str, *args: Any, **settings: Any) -> list[str]:
         return of_command(group_name, options(loader, group_name, *args, **settings), kind)
@@ -385,14 +386,17 @@ def _as_main(argv: list[str], kind: type) -> Iterator[None]:
         return matches(config, word)
 
     pass_on: Any = operator.call  # no frame of ours, by which errors of Hydra are told apart
+    returned: Any = property(_returned, return_value.fset)
     sys.argv, hydra_utils.run_and_report = [arguments[0], *argv], pass_on
     ConfigLoaderImpl.get_group_options = of_this_command
     CompletionPlugin._get_matches = staticmethod(_get_matches)
+    JobReturn.return_value = returned
     try:
         yield
     finally:
         sys.argv, hydra_utils.run_and_report = arguments, report
         ConfigLoaderImpl.get_group_options, CompletionPlugin._get_matches = options, staticmethod(matches)
+        JobReturn.return_value = return_value
 
 
 @contextmanager

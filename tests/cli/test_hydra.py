@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -270,8 +271,8 @@ def test_a_glob_sweeps_the_choices_of_a_group(run, tmp_path):
 
 def test_a_job_that_fails_does_not_stop_the_others(run, tmp_path):
     status, out, said = run("-m", *SMALL, "graph=none", "data.seq_len=4000,16", "hydra.sweep.dir=swept")
-    assert status == 2 and "Traceback" not in said
-    assert len([line for line in said.splitlines() if line.startswith("error: ")]) == 1
+    assert status == 2
+    assert [line.partition(":")[0] for line in said.splitlines() if re.match("(?i)error|Traceback", line)] == ["error"]
     assert "data.seq_len=4000: failed: data.seq_len=4000 is longer than" in out
     assert json.loads((tmp_path / "swept" / "data.seq_len=4000" / "result.json").read_text())["status"] == "failed"
     assert (tmp_path / "swept" / "data.seq_len=16" / "result.json").is_file()
