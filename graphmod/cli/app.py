@@ -44,6 +44,7 @@ from graphmod.cli.errors import (
     no_choice,
     of_command,
     schema,
+    setting_names,
     unknown_flag,
     unknown_key,
     without_name,
@@ -258,9 +259,11 @@ class App:
         return [*found, *map(self._readable, settings)]
 
     def _readable(self, override: str) -> str:
-        key, equals, value = override.partition("=")
+        key, _, value = override.partition("=")
         bare = key.lstrip("+")
-        if not equals or key.startswith("~"):
+        if key.startswith("~"):
+            if (name := key[1:]) in setting_names(self.kind):
+                raise ConfigError(f"{override!r} takes away what each run has; write {name}=VALUE, or leave it out")
             return override
         if not bare:
             raise ConfigError(f"{override!r} names no setting; write key=value, such as train.steps=3")

@@ -291,6 +291,9 @@ def _reason(error: BaseException, kind: type) -> str:
         return _missing(error, kind)
     if several := _SEVERAL.match(str(error)):
         return _several_values(several[1], kind)
+    if twice := re.match(r"(\S+) appears more than once in the final defaults list", str(error)):
+        group = twice[1]
+        return f"{group!r} is chosen twice; write {group}=CHOICE without '+', or in a file 'override /{group}: CHOICE'"
     if none := re.match(r"Could not override '(\w+)'\. No match in the defaults list", str(error)):
         group, settings = none[1], last_names(none[1], setting_names(kind))
         if group == "model" and kind is not RunConfig:
