@@ -85,8 +85,9 @@ class CUDAGraphModule(nn.Module):
         **single: Any,
     ) -> None:
         super().__init__()
-        if not callable(module):
-            raise TypeError(f"CUDAGraphModule wraps an nn.Module or a callable, got {type(module).__name__}")
+        if not callable(module) or isinstance(module, type):
+            made = f"the class {module.__name__}; wrap what it makes" if callable(module) else type(module).__name__
+            raise TypeError(f"CUDAGraphModule wraps an nn.Module or a callable, got {made}")
         self.__dict__["_root"] = module
         if isinstance(module, nn.Module) and call is None:
             self.module = module

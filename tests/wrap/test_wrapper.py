@@ -139,9 +139,10 @@ def test_a_whole_iteration_around_graphed_layers(device):
     twins(model, step, device, graph=graph, replays=1, steps=16)
 
 
-def test_what_is_not_callable_cannot_be_wrapped():
-    with pytest.raises(TypeError, match="a callable"):
-        CUDAGraphModule(3)
+@pytest.mark.parametrize(("it", "got"), [(3, "int"), (nn.Linear, "the class Linear; wrap what it makes")])
+def test_what_runs_nothing_cannot_be_wrapped(it, got):
+    with pytest.raises(TypeError, match=f"wraps an nn.Module or a callable, got {got}"):
+        CUDAGraphModule(it)
 
 
 @pytest.mark.parametrize(
