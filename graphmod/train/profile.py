@@ -53,10 +53,15 @@ def _ranged(forward: Callable, name: str, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _nameable(model: nn.Module, step: TrainStep) -> list[str]:
-    """The layers whose forward can be named. Compiled as a part of the whole they have none of their own, and to wrap
-    them would compile everything anew."""
-    whole = step.compile != "none" and step.config.scope is not Scope.per_layer
-    return [] if whole else find_layers(model)
+    """The layers whose forward can be named, or the module around them whose graph serves in their place: inside of a
+    graph, another forward is what it is captured anew for. Layers that are compiled as a part of the whole have none
+    of their own, and to wrap them would compile everything anew."""
+    scope = step.config.scope
+    if scope is Scope.full_iteration or (step.compile != "none" and scope is not Scope.per_layer):
+        return []
+    layers = find_layers(model)
+    captured = [graph.graph_name for graph in step.graphs if graph.stats.state == "captured"]
+    return [name for name in captured if any(layer.startswith(f"{name}.") for layer in layers)] or layers
 
 
 def _named_layers(model: nn.Module, names: list[str]) -> ExitStack:
@@ -135,11 +140,9 @@ def profile_steps(
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if step.device.type == "cuda" else [])]
     chosen = [batches[index % len(batches)] for index in range(_STEPS)]
     settling = chosen[:_SETTLING]
-    whole = step.config.scope is Scope.full_iteration
     _steps(step, settling, "settling")
     with _recording(activities=activities) as profiler:
-        # Another `forward` is what a graph of the whole would be captured anew for.
-        with _named_layers(model, [] if whole else _nameable(model, step)):
+        with _named_layers(model, _nameable(model, step)):
             _steps(step, chosen, RUN_STEP)
         state = step.state_dict()
         step.reset()

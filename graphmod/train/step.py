@@ -551,15 +551,15 @@ class TrainStep:
         self.loss_scale: Tensor | None = iteration.scale
         self._stage = Staging(self.device)
         self._eager_steps = 0
-        self._graphs: list[CUDAGraphModule] = []
+        self.graphs: list[CUDAGraphModule] = []  # what runs from graphs, that around the layers first
         self._run, self._evaluate = iteration.run, iteration.evaluate
         if self.config.scope is Scope.full_iteration:
             self._run = CUDAGraphModule(self._run, self.config, name="train step")
             self._evaluate = CUDAGraphModule(self._evaluate, self.config, name="evaluation step")
-            self._graphs = [self._run, self._evaluate]
+            self.graphs = [self._run, self._evaluate]
         elif self.config.scope is Scope.per_layer:
             layers = LayerGraphs(iteration, self.config, self._layers())
-            self._run, self._graphs = layers.run, layers.graphs
+            self._run, self.graphs = layers.run, layers.graphs
 
     def _compile(self, loss_fn: Callable, how: str) -> Callable:
         """Compiles what the scope captures; returns the loss function to use."""
@@ -593,7 +593,7 @@ class TrainStep:
         batch = self._stage(batch)
         self.grad_norm = None  # a result that is still held when its graph runs again is copied
         loss, self.grad_norm = self._run(batch)
-        self._eager_steps += not self._graphs
+        self._eager_steps += not self.graphs
         return loss
 
     def evaluate(self, batch: Any) -> Tensor:
@@ -608,15 +608,15 @@ class TrainStep:
     @property
     def captures(self) -> int:
         """Graphs captured so far; cheaper to ask than `stats`."""
-        return sum(graph._context.counters.captures for graph in self._graphs)
+        return sum(graph._context.counters.captures for graph in self.graphs)
 
     @property
     def stats(self) -> GraphStats:
         """The counters of all graphs of this step."""
-        if not self._graphs:
+        if not self.graphs:
             return GraphStats(eager_calls=self._eager_steps)
-        each = [graph.stats for graph in self._graphs]
-        pools = {id(graph._context.group): one.pool_bytes for graph, one in zip(self._graphs, each, strict=True)}
+        each = [graph.stats for graph in self.graphs]
+        pools = {id(graph._context.group): one.pool_bytes for graph, one in zip(self.graphs, each, strict=True)}
         return replace(sum(each[1:], each[0]), pool_bytes=sum(pools.values()))
 
     def ema_weights(self) -> AbstractContextManager[None]:
@@ -633,13 +633,13 @@ class TrainStep:
 
     def reset(self) -> None:
         """Frees the graphs and puts the model's layers back. The step then runs eagerly."""
-        for graph in self._graphs:
+        for graph in self.graphs:
             graph.reset()
         ungraph(self.model)
         if self._undo_compile is not None:
             self._undo_compile()
             self._undo_compile = None
-        self._graphs = []
+        self.graphs = []
         if self.config.scope is Scope.per_layer:
             self.iteration.loss_fn = self._loss_fn
         self._run, self._evaluate = self.iteration.run, self.iteration.evaluate

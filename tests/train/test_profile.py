@@ -30,8 +30,9 @@ def test_the_trace_names_the_steps_and_the_layers(tiny, tmp_path, scope):
     events = json.loads((tmp_path / "profiled" / "trace.json").read_text())["traceEvents"]
     names = [event.get("name") for event in events]
     assert names.count("step of the run") == names.count("eager step") == 3
-    # A whole iteration replays without any Python of the layers.
-    assert names.count("model.layers.1") == (3 if scope == "full_iteration" else 6)
+    # From a graph of the whole iteration, or of all layers, no Python of the layers runs.
+    assert names.count("model.layers.1") == (6 if scope == "none" else 3)
+    assert names.count("model") == (3 if scope == "per_layer" else 0)
     assert set(result.profile) == {"run", "eager"} and all(part["step_ms"] > 0 for part in result.profile.values())
     assert "profile, eager" in result.report()
 
