@@ -249,8 +249,12 @@ def test_losses_are_decimal_and_exact_and_what_is_no_number_is_a_string(tmp_path
 
 def test_why_a_run_failed_stands_in_its_log(tiny, tmp_path, monkeypatch):
     original = TrainStep.__call__
-    monkeypatch.setattr(TrainStep, "__call__", lambda self, batch: original(self, batch) * math.nan)
-    monkeypatch.setattr(TrainStep, "first_nonfinite", property(lambda self: torch.zeros(1)))
+
+    def fails(step, batch):
+        step.first_nonfinite.zero_()  # in the first step
+        return original(step, batch) * math.nan
+
+    monkeypatch.setattr(TrainStep, "__call__", fails)
     with pytest.raises(NonFiniteError) as error:
         train(tiny("data.max_bytes=20000", "graph=none"), tmp_path)
     lines = (tmp_path / LOG_FILE).read_text().splitlines()
