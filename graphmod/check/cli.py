@@ -293,8 +293,12 @@ def _gathered(folder: Path, processes: list[subprocess.Popen]) -> Report:
 
 
 def environment(rank: int, count: int, port: int, threads: int = 1) -> dict[str, str]:
-    """What torchrun sets, on one machine; each rank may use so many threads, where nothing else is said."""
+    """What torchrun sets, on one machine, and where this process has the package from, which need not be installed.
+
+    Each rank may use so many threads, where nothing else is said.
+    """
     names = {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])),
         "RANK": rank,
         "LOCAL_RANK": rank,
         "GROUP_RANK": 0,

@@ -16,7 +16,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import graphmod
 from graphmod.check.cli import environment, free_port
 from graphmod.cli.errors import JobFailed
 from graphmod.train.ranks import Ranks
@@ -28,13 +27,6 @@ from graphmod.train.run import stop_signals
 
 _LAUNCHER_GRACE = 15.0  # seconds for the other ranks, which know by themselves that one is gone
 _LAST_GRACE = 5.0
-
-
-def _environment(rank: int, count: int, port: int) -> dict[str, str]:
-    found = environment(rank, count, port, threads=max(1, len(os.sched_getaffinity(0)) // count))
-    # Where this process has the package from, which need not be installed.
-    home = str(Path(graphmod.__file__).parent.parent)
-    return found | {"PYTHONPATH": os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 @contextmanager
@@ -79,8 +71,8 @@ def launch(told: Any, logging: dict[str, Any], count: int) -> None:
         with _forwarding(processes):
             for rank in range(count):
                 command = [sys.executable, "-m", "graphmod.cli.rank"]
-                environment = _environment(rank, count, port)
-                process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
+                own = environment(rank, count, port, threads=max(1, len(os.sched_getaffinity(0)) // count))
+                process = subprocess.Popen(command, stdin=subprocess.PIPE, env=own, start_new_session=True)
                 processes.append(process)
             for process in processes:
                 assert process.stdin is not None
