@@ -456,24 +456,17 @@ _POLICY = {"content-security-policy": "default-src 'self' 'unsafe-inline'; img-s
 
 def make_app(service: Service, alive: Lifespan[Starlette]) -> Starlette:
     """The application that answers for `service`, within the context `alive` in a server."""
-    chat, completions = ChatForm(), CompletionForm()
     page = PAGE.read_text(encoding="utf-8")
 
-    async def post_chat(request: Request) -> Response:
-        return await Exchange(service, chat, request).answer()
-
-    async def post_completion(request: Request) -> Response:
-        return await Exchange(service, completions, request).answer()
+    async def post(form: Form, request: Request) -> Response:
+        return await Exchange(service, form, request).answer()
 
     async def get_models(request: Request) -> Response:
         require_key(service, request)
         service.require_ready()
-        return JSONResponse({"object": "list", "data": [_model(service)]})
-
-    async def get_model(request: Request) -> Response:
-        require_key(service, request)
-        service.require_ready()
-        require_model(service, request.path_params["name"])
+        if (name := request.path_params.get("name")) is None:
+            return JSONResponse({"object": "list", "data": [_model(service)]})
+        require_model(service, name)
         return JSONResponse(_model(service))
 
     async def get_health(_: Request) -> Response:
@@ -571,10 +564,10 @@ def make_app(service: Service, alive: Lifespan[Starlette]) -> Starlette:
         ).response()
 
     routes = [
-        Route("/v1/chat/completions", post_chat, methods=["POST"]),
-        Route("/v1/completions", post_completion, methods=["POST"]),
+        Route("/v1/chat/completions", partial(post, ChatForm()), methods=["POST"]),
+        Route("/v1/completions", partial(post, CompletionForm()), methods=["POST"]),
         Route("/v1/models", get_models),
-        Route("/v1/models/{name:path}", get_model),
+        Route("/v1/models/{name:path}", get_models),
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
         Route("/health", get_health),
@@ -587,7 +580,7 @@ def make_app(service: Service, alive: Lifespan[Starlette]) -> Starlette:
         Route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
         Route("/update_weights", update_weights, methods=["POST"]),
     ]
-    known = ", ".join(_shown(route) for route in routes)
+    known = ", ".join(map(_shown, routes))
     docs = docs_page(routes)
     routes.append(Route("/", get_page))
     handlers: dict[Any, Any] = {ApiError: on_api_error, HTTPException: on_http_error, Exception: on_error}
