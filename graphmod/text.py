@@ -763,11 +763,6 @@ def wide_encoding(content: bytes) -> str | None:
     return None
 
 
-def unmarked(content: bytes) -> bytes:
-    """`content` without the mark at the beginning with which some editors say that a text is UTF-8."""
-    return content.removeprefix(codecs.BOM_UTF8)
-
-
 def not_utf8(path: Path) -> str | None:
     """What the text in `path` is in place of UTF-8, and the command that converts it; None where it is UTF-8, no
     text, or cannot be read."""

@@ -372,15 +372,6 @@ def _say_stopped(result: RunResult, folder: Path, job: Job) -> None:
     raise SystemExit(128 + signal.Signals[str(result.error)])
 
 
-def _check_step(config: RunConfig, folder: Path) -> Path:
-    """Only says what would keep the step out of graphs; raises SystemExit where something would."""
-    report = check_training(config, folder)
-    tell(f"{report}\n  written to {folder / CHECK_FILE}")
-    if not report.captured:
-        raise SystemExit(1)
-    return folder
-
-
 def run_job(cfg: DictConfig, job: Job, start: Start | None = None, failed: Exception | None = None) -> Path:
     """Runs one job, composed by Hydra; returns the folder it wrote to. Where it starts (`start`) or why it cannot
     (`failed`) may be known; of ranks that a launcher has started the first one knows it. Raises JobFailed where it
@@ -502,7 +493,12 @@ def given_to_ranks(config: RunConfig, point: ResumePoint, job: Job, ranks: Ranks
 def _run(start: Start, job: Job, ranks: Ranks, peers: "Peers | None" = None) -> Path:
     config, point = start.config, start.point
     if point is None:
-        return _check_step(config, job.folder) if ranks.first else job.folder
+        if ranks.first:
+            report = check_training(config, job.folder)
+            tell(f"{report}\n  written to {job.folder / CHECK_FILE}")
+            if not report.captured:
+                raise SystemExit(1)
+        return job.folder
     if peers is not None:
         ranks_of(config)  # whether so many can be
         peers.way_on = lambda: _kept(point.run_dir, job)

@@ -7,6 +7,7 @@ cores. Memory is that of the tokens and of one batch, however long a document is
 from __future__ import annotations
 
 import bz2
+import codecs
 import functools
 import gzip
 import hashlib
@@ -40,7 +41,7 @@ from tqdm import tqdm
 from transformers import BatchEncoding
 
 from graphmod.errors import ConfigError, reason
-from graphmod.text import TokenizerCodec, has_tokenizer, not_utf8, unmarked, wide_encoding
+from graphmod.text import TokenizerCodec, has_tokenizer, not_utf8, wide_encoding
 from graphmod.train.loss import masked
 from graphmod.train.settings import LOCAL, DataConfig, Documents, ModelConfig, Source, TrainOn, require_library
 from graphmod.words import counted
@@ -813,7 +814,7 @@ def read_pieces(files: list[Path], max_bytes: int | None) -> Iterator[bytes]:
             odd.append(path)
             if wide_encoding(piece):
                 raise ConfigError(f"data.path: {not_utf8(path)}, or leave it out with data.pattern")
-        if piece := unmarked(piece):
+        if piece := piece.removeprefix(codecs.BOM_UTF8):  # with which some editors say that a text is UTF-8
             yield piece
     if odd:
         log.warning(

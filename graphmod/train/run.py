@@ -227,10 +227,6 @@ class Samples:
             generation_config="none",  # `train.sample_temperature` says how to choose
         )
 
-    def due(self, done: int) -> bool:
-        """Whether to sample after `done` steps."""
-        return done % self._train.sample_every == 0 or done == self._train.steps
-
     def show(self, done: int) -> None:
         """Samples once, with a seed that differs from step to step."""
         (completion,) = self._engine.generate(
@@ -312,7 +308,6 @@ class Run:
         data, train = config.data, config.train
         self.ranks, self._told_ms = ranks, 0
         self.config, self.folder, self.device, self.corpus = config, point.run_dir, device, corpus
-        self.settings, self.data = decisive_settings(plain_config(config), device.type), corpus.fingerprint
         self.stopped_by: str | None = None
         self.saved: Path | None = point.checkpoint
         self.batches = batches
@@ -426,9 +421,9 @@ class Run:
         ranks, metrics = self.ranks, self.metrics
         progress = Progress(
             done,
-            plain_config(self.config),
-            self.settings,
-            self.data,
+            config := plain_config(self.config),
+            decisive_settings(config, self.device.type),
+            self.corpus.fingerprint,
             metrics.losses,
             metrics.eval_losses,
             ranks.data_ranks,
@@ -481,7 +476,7 @@ class Run:
                 if self.evaluation and (done % train.eval_every == 0 or done == train.steps):
                     metrics.log_evaluation(self.evaluation(self.model, self.step))
                     clock.begin()
-                if self.samples is not None and self.samples.due(done):
+                if self.samples is not None and (done % train.sample_every == 0 or done == train.steps):
                     self.samples.show(done)
                     clock.begin()
                 if saving:
