@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import importlib.util
 import sys
 import threading
 import time
@@ -24,7 +25,6 @@ from graphmod.decode.batch import ContinuousBatch
 from graphmod.decode.blocks import BlockAllocator
 from graphmod.decode.cache import Offload, PagedCache
 from graphmod.decode.model import look_at, require_causal_lm
-from graphmod.decode.offload import unavailable as unavailable_fetch
 from graphmod.decode.prefill import Limits, PackedPrefill, PaddedPrefill, unavailable
 from graphmod.decode.requests import RequestReader
 from graphmod.decode.sampling import CHOICE, GREEDY
@@ -65,9 +65,11 @@ def _length(config: EngineConfig, positions: int | None) -> int:
 def _offload(config: EngineConfig, model: PreTrainedModel) -> Offload | None:
     if config.offload is OffloadName.none:
         return None
-    reason = unavailable_fetch(model.device)
-    if reason is not None:
-        raise ConfigError(f"offload=layers cannot be used: {reason}; use offload=none")
+    if model.device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        raise ConfigError(
+            "offload=layers cannot be used: its copies are a Triton kernel, and Triton is not installed; use "
+            "offload=none"
+        )
     return Offload(config.offload_buffers, config.offload_resident)
 
 

@@ -5,7 +5,6 @@ the computation that they are copied into, in turn.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -83,15 +82,16 @@ HEADER = 2
 """Numbers in a list of blocks before its blocks: how many of these the copy engine brings, and how many there are."""
 
 
-def unavailable(device: torch.device) -> str | None:
-    """Why it cannot be done for a device, or None."""
-    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        return "its copies are a Triton kernel, and Triton is not installed"
-    return None
-
-
 @library.custom_op("graphmod::fetch", mutates_args=("near_keys", "near_values"))
-def _fetch(keys: Tensor, values: Tensor, near_keys: Tensor, near_values: Tensor, listed: Tensor) -> None:
+def fetch(keys: Tensor, values: Tensor, near_keys: Tensor, near_values: Tensor, listed: Tensor) -> None:
+    """Copies blocks of a layer to the same places near by.
+
+    On a GPU by a kernel, which in a captured graph leaves those to the copy engine that it brings.
+
+    Args:
+        listed: (2 + blocks there are,) int64: how many of the listed blocks the copy engine brings, how many are
+            listed, and the blocks, first those that the copy engine brings. Each graph reads it at every launch.
+    """
     if near_keys.is_cuda:
         from graphmod.decode import kernels
 
@@ -103,22 +103,9 @@ def _fetch(keys: Tensor, values: Tensor, near_keys: Tensor, near_values: Tensor,
         near_values.index_copy_(0, blocks, values.index_select(0, blocks))
 
 
-@_fetch.register_fake
+@fetch.register_fake
 def _(*given: Tensor) -> None:
     return None
-
-
-def fetch(kept: Pair, near: Pair, listed: Tensor) -> None:
-    """Copies blocks to the same places near by.
-
-    On a GPU by a kernel, which in a captured graph leaves those to the copy engine that it brings.
-
-    Args:
-        kept, near: of a layer.
-        listed: (2 + blocks there are,) int64: how many of the listed blocks the copy engine brings, how many are
-            listed, and the blocks, first those that the copy engine brings. Each graph reads it at every launch.
-    """
-    _fetch(*kept, *near, listed)
 
 
 class Branch:
@@ -389,7 +376,7 @@ class Ring:
         Kernel and copy engine have a branch each: those of one would only ever wait for those of the other.
         """
         kept, near = self._kept[layer], self._near[layer]
-        acts = [(self.branch, partial(fetch, kept, near, self._listed[self._rules[layer]]))]
+        acts = [(self.branch, partial(fetch, *kept, *near, self._listed[self._rules[layer]]))]
         if self._nodes is not None:
             acts.append((self._nodes_branch, partial(self._nodes.capture, list(zip(kept, near, strict=True)))))
         return [partial(branch.wait, branch.run(act, after)) for branch, act in acts]
