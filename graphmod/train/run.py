@@ -49,7 +49,7 @@ from graphmod.train.resume import (
 )
 from graphmod.train.settings import LOCAL, NonFinite, Precision, RunConfig, Scope, plain_config
 from graphmod.train.step import TrainStep, microbatches, on_device, shapes, warmup_steps
-from graphmod.train.targets import in_words, is_own, named, passes_on
+from graphmod.train.targets import in_words, named, own_lines, passes_on
 from graphmod.wrap.layers import edge_modules
 
 if TYPE_CHECKING:
@@ -581,7 +581,7 @@ def _run_steps(run: Run, say: Callable[[str], None]) -> RunResult:
         run.journal.write(f"error: {error}")
         raise
     except Exception as error:
-        if (own := own_parts(run.config)) and is_own(error) and not passes_on(error):
+        if (own := own_parts(run.config)) and own_lines(error) and not passes_on(error):
             raise GraphmodError(f"{own}: step {run.done + 1}: {in_words(error)}") from error
         raise
     except KeyboardInterrupt:

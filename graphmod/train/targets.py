@@ -16,7 +16,6 @@ from graphmod.errors import ConfigError, reason
 from graphmod.words import nearest
 
 TARGET = "_target_"
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OF_HYDRA = {TARGET, "_args_", "_convert_", "_partial_", "_recursive_"}
 
 
@@ -77,23 +76,21 @@ def _module(said: str, name: str) -> Any:
         raise ConfigError(f"{said}: importing {name} fails: {in_words(error)}") from error
 
 
+def own_lines(error: BaseException) -> list[traceback.FrameSummary]:
+    """The lines that an exception came by of code that is neither a library's nor of this package."""
+    from graphmod.trace.lines import is_users  # loads PyTorch; whoever runs such code has done so
+
+    lines = traceback.extract_tb(error.__traceback__)
+    return [one for one in lines if not one.filename.startswith("<") and is_users(one.filename)]
+
+
 def in_words(error: BaseException) -> str:
     """What an exception of somebody's own code says, and the line of that code that it came from."""
     said = f"{type(error).__name__}: {reason(error)}" if str(error) else type(error).__name__
-    own = [one for one in traceback.extract_tb(error.__traceback__) if _is_own(one.filename)]
     if isinstance(error, SyntaxError) and error.filename:
         return f"{said.partition(' (')[0]} ({error.filename}:{error.lineno})"
+    own = own_lines(error)
     return f"{said} ({own[-1].filename}:{own[-1].lineno})" if own else said
-
-
-def _is_own(file: str) -> bool:
-    outside = ("site-packages", "dist-packages", f"{os.sep}lib{os.sep}python", "<")
-    return not file.startswith(_OURS) and not any(part in file for part in outside)
-
-
-def is_own(error: BaseException) -> bool:
-    """Whether an exception came from code that is neither a library's nor of this package."""
-    return any(_is_own(one.filename) for one in traceback.extract_tb(error.__traceback__))
 
 
 def passes_on(error: BaseException) -> bool:

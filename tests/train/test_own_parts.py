@@ -347,6 +347,13 @@ def test_a_name_that_means_nothing_is_told(own, tmp_path, monkeypatch, setting, 
     assert said in message and message.startswith(f"{'train.loss' if setting == 'loss' else setting}._target_=")
 
 
+def test_the_line_that_failed_is_told_wherever_it_lies(own, tmp_path, monkeypatch):
+    (folder := tmp_path / "lib" / "python").mkdir(parents=True)
+    (folder / "lies_deep.py").write_text("def make(**sizes):\n    raise KeyError('width')\n")
+    monkeypatch.syspath_prepend(folder)
+    assert f"({folder}/lies_deep.py:2)" in complaint(own(model={"_target_": "lies_deep.make"}), tmp_path / "run")
+
+
 def test_a_module_in_the_present_folder_is_found(own, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lies_here.py").write_text("from tests.support.my_parts import Net as Mine\n")
