@@ -361,6 +361,26 @@ def _counters(engine: DecodeEngine) -> dict[str, float] | None:
         return None
 
 
+def _reset_prefix_cache(engine: DecodeEngine) -> None:
+    with engine.pause():  # what is in the cache is forgotten by its end
+        pass
+
+
+def _update_weights(engine: DecodeEngine, load: Callable[[Path], PreTrainedModel], folder: str) -> None:
+    own, new = engine.model.state_dict(), load(Path(folder)).state_dict()
+    for name in own.keys() | new.keys():
+        shapes = [tuple(one[name].shape) if name in one else None for one in (own, new)]
+        if shapes[0] != shapes[1]:
+            raise ConfigError(
+                f"{folder} has other weights than the model that is served: {name} has shape {shapes[1]} there and "
+                f"{shapes[0]} here; give the folder of the same model with other weights"
+            )
+    ready = [(weight, new[name].to(weight.dtype)) for name, weight in own.items()]  # what fails does so before
+    with engine.pause():
+        for weight, other in ready:
+            weight.copy_(other)
+
+
 class Host:
     """The engine's side of a server. One thread calls it.
 
@@ -374,22 +394,28 @@ class Host:
 
     def __init__(self, work: socket.socket, control: socket.socket) -> None:
         self._work, self._control = Line(work), Line(control)
-        self._engine: DecodeEngine | None = None
         self._thread: EngineThread | None = None
-        self._load: Callable[[Path], PreTrainedModel] | None = None
+        self._counters: Callable[[], Any] = lambda: None
+        self._known: dict[str, Callable[..., None]] = {}  # what clients may ask for that may manage the server
         self._worker = ThreadPoolExecutor(1, "graphmod-manage")
         self._acts: dict[int, Future[None]] = {}
         self.ready = False
         self.left: int | None = None
 
-    def begin(self, engine: DecodeEngine, load: Callable[[Path], PreTrainedModel] | None = None) -> None:
+    def begin(self, engine: DecodeEngine, load: Callable[[Path], PreTrainedModel]) -> None:
         """Steps this engine for the front from now on.
 
         Args:
             load: reads a model from a folder, for its weights.
         """
-        self._load = load
-        self._engine, self._thread = engine, EngineThread(engine, self._work)
+        self._counters = partial(_counters, engine)
+        self._known = {
+            "sleep": lambda keeps_graphs: engine.suspend("graphs" if keeps_graphs else "none"),
+            "wake_up": engine.resume,
+            "reset_prefix_cache": partial(_reset_prefix_cache, engine),
+            "update_weights": partial(_update_weights, engine, load),
+        }
+        self._thread = EngineThread(engine, self._work)
         self._thread.start()
         self._control.send(("begin", engine.config.max_batch_size, engine.max_seq_len))
 
@@ -402,11 +428,10 @@ class Host:
         """
         for kind, *given in self._control.receive(seconds):
             if kind == "counters":
-                assert self._engine is not None
-                self._control.send(("counters", _counters(self._engine)))
+                self._control.send(("counters", self._counters()))
             elif kind == "act":
                 number, name, *more = given
-                self._acts[number] = self._worker.submit(getattr(self, f"_{name}"), *more)
+                self._acts[number] = self._worker.submit(self._known[name], *more)  # in a thread: it may take long
             elif kind == "ready":
                 self.ready = True
             elif kind == "left":
@@ -420,39 +445,6 @@ class Host:
             self._control.send(("acted", number, None if error is None else str(error)))
         if self._control.ended:
             raise FrontLost
-
-    # -- what clients may ask for that may manage the server, in a thread: it may take long -------------------------
-
-    def _sleep(self, keeps_graphs: bool) -> None:
-        assert self._engine is not None
-        self._engine.suspend("graphs" if keeps_graphs else "none")
-
-    def _wake_up(self) -> None:
-        assert self._engine is not None
-        self._engine.resume()
-
-    def _reset_prefix_cache(self) -> None:
-        assert self._engine is not None
-        with self._engine.pause():  # what is in the cache is forgotten by its end
-            pass
-
-    def _update_weights(self, folder: str) -> None:
-        engine = self._engine
-        assert engine is not None
-        if self._load is None:
-            raise ConfigError("this server cannot read weights")
-        own, new = engine.model.state_dict(), self._load(Path(folder)).state_dict()
-        for name in own.keys() | new.keys():
-            shapes = [tuple(one[name].shape) if name in one else None for one in (own, new)]
-            if shapes[0] != shapes[1]:
-                raise ConfigError(
-                    f"{folder} has other weights than the model that is served: {name} has shape {shapes[1]} there and "
-                    f"{shapes[0]} here; give the folder of the same model with other weights"
-                )
-        ready = [(weight, new[name].to(weight.dtype)) for name, weight in own.items()]  # what fails does so before
-        with engine.pause():
-            for weight, other in ready:
-                weight.copy_(other)
 
     def drain(self) -> None:
         """Has the front refuse requests from now on; those that run go on."""

@@ -143,7 +143,7 @@ def test_a_front_that_is_killed_is_noticed_and_what_ran_has_ended(folder):
     one = Apart(folder, chat_model(), tokenizer(), max_batch_size=2)
     try:
         one.start()
-        one.host.begin(one.engine)
+        one.host.begin(one.engine, one.load)
         while not one.host.ready:
             one.host.tend(1)
         with contextlib.closing(one.raw(LONG | {"stream": True})) as connection:
