@@ -23,7 +23,7 @@ from torch import Tensor
 from graphmod.errors import GraphmodError, reason
 from graphmod.train.checkpoint import Progress
 from graphmod.train.folders import write_whole
-from graphmod.train.result import StepClock, Utilization, median
+from graphmod.train.result import StepClock, median
 from graphmod.train.settings import LogTo, require_library
 
 # -- where points are written beside a run's own files: TensorBoard, a CSV file, Weights & Biases ----------------------
@@ -248,7 +248,7 @@ class Metrics:
         loggers: of this run; closed with it.
         clock: of the same run; its medians become `perf/step_ms` and `perf/host_ms`.
         before: of a resumed run, how far it was; its losses come first.
-        used: of model and device, for `perf/mfu`; None where that is not known.
+        used: what `utilization` tells of model and device, for `perf/mfu`; None where that is not known.
         point: called with the steps done and the values by tag of each log point and evaluation that has arrived.
 
     Attributes:
@@ -265,7 +265,7 @@ class Metrics:
         clock: StepClock,
         tokens_per_step: int,
         before: Progress | None = None,
-        used: Utilization | None = None,
+        used: tuple[float, float] | None = None,
         point: Point | None = None,
     ) -> None:
         self._device, self._clock, self._tokens = device, clock, tokens_per_step
@@ -361,7 +361,7 @@ class Metrics:
             scalars["perf/step_ms"] = step_ms
             if step_ms:
                 speed = scalars["perf/tokens_per_s"] = self._tokens / step_ms * 1e3
-                scalars["perf/mfu"] = self._used(speed) if self._used else None
+                scalars["perf/mfu"] = speed * self._used[0] / self._used[1] if self._used else None
         point = {tag: value for tag, value in scalars.items() if value is not None and "/" in tag}
         for logger in self._loggers:
             logger.scalars(point, done)

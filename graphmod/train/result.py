@@ -150,24 +150,11 @@ def flops_per_token(model: nn.Module, config: Any, length: int) -> float | None:
     return 6.0 * multiplied_parameters(model) + 12.0 * layers * heads * size * length
 
 
-@dataclass(frozen=True)
-class Utilization:
-    """Turns tokens per second into MFU, by the FLOPs a token of the model, forward and backward, and the FLOP/s of the
-    devices."""
-
-    flops_per_token: float
-    peak: float
-
-    def __call__(self, tokens_per_s: float) -> float:
-        """The share of the devices' peak, 1 being all of it."""
-        return tokens_per_s * self.flops_per_token / self.peak
-
-
-def utilization(model: nn.Module, config: Any, length: int, device: str, count: int = 1) -> Utilization | None:
-    """What computes the MFU of a run on `count` such devices; None where the model's FLOPs or the device's peak are not
-    known."""
+def utilization(model: nn.Module, config: Any, length: int, device: str, count: int = 1) -> tuple[float, float] | None:
+    """FLOPs that a token takes, and FLOP/s of `count` such devices: their quotient times tokens per second is the MFU
+    of a run. None where one of them is not known."""
     flops, peak = flops_per_token(model, config, length), peak_flops(device)
-    return None if flops is None or peak is None else Utilization(flops, count * peak)
+    return None if flops is None or peak is None else (flops, count * peak)
 
 
 # -- what a run was made with: versions of the libraries, and the commit of a clone ------------------------------------
@@ -283,7 +270,7 @@ class RunResult:
         """Share of the device's peak that the model's FLOPs take, 1 being all of it; None where one is unknown."""
         if self.tokens_per_s is None or self.flops_per_token is None or self.peak_flops is None:
             return None
-        return Utilization(self.flops_per_token, self.peak_flops)(self.tokens_per_s)
+        return self.tokens_per_s * self.flops_per_token / self.peak_flops
 
     def summary(self) -> dict[str, Any]:
         """The derived numbers, by name."""

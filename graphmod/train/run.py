@@ -495,6 +495,7 @@ class Run:
         """The numbers of the run, once its steps are done."""
         on_gpu = self.device.type == "cuda"
         training, evaluation = self.evaluation.apart(self.step)
+        flops, peak = self.used or (None, None)
         # Step warmup_steps captures, and the one after it may still grow memory; the same for every scope.
         measured_from = self.warmup_steps + 2 + (self.auto.began if self.auto else 0)
         of_ranks = self.ranks.all(median(self.clock.step_ms[measured_from:])) if self.ranks.count > 1 else []
@@ -520,8 +521,8 @@ class Run:
             reserved_gib=torch.cuda.max_memory_reserved(self.device) / GIB if on_gpu else None,
             graph=training,
             evaluation_graph=evaluation,
-            flops_per_token=self.used.flops_per_token if self.used else None,
-            peak_flops=self.used.peak if self.used else None,
+            flops_per_token=flops,
+            peak_flops=peak,
             versions=versions(),
             commit=commit(),
             seconds=seconds,

@@ -22,7 +22,6 @@ from graphmod.train.display import LOG_FILE, Display, Journal
 from graphmod.train.model import build_model, model_config
 from graphmod.train.result import (
     RunResult,
-    Utilization,
     commit,
     flops_per_token,
     multiplied_parameters,
@@ -92,9 +91,9 @@ def test_the_peak_of_a_device_is_known_by_its_name_or_not_at_all(device, tflops)
 
 
 def test_utilization_is_what_the_model_takes_of_what_there_is(tiny):
-    assert Utilization(2e9, 1e12)(100.0) == 0.2
     model, dims = built(tiny)
-    assert utilization(model, dims, 16, "NVIDIA H100 PCIe") == Utilization(flops_per_token(model, dims, 16), 756e12)
+    assert utilization(model, dims, 16, "NVIDIA H100 PCIe") == (flops_per_token(model, dims, 16), 756e12)
+    assert utilization(model, dims, 16, "NVIDIA H100 PCIe", 2) == (flops_per_token(model, dims, 16), 1512e12)
     assert utilization(model, dims, 16, "CPU") is None
     result = RunResult("none", tokens_per_step=100, step_ms=[2.0], host_ms=[1.0], flops_per_token=2e9, peak_flops=1e15)
     assert result.mfu == pytest.approx(0.1) and "50,000 tokens/s, MFU 10.0%" in result.report()
