@@ -114,7 +114,7 @@ def _require_one_length(overrides: list[str]) -> None:
 
 def _require_one_run(config: RunConfig) -> None:
     """Raises ConfigError for settings that a single run cannot have."""
-    check_resume(config.train)
+    check_resume(config.train.resume)
     if config.train.resume not in _NAMES_NO_FOLDER:
         return  # it has settings that are not known yet
     check(config)

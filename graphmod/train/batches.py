@@ -161,13 +161,10 @@ class WindowSampler(Sampler):
         self._parts = [tokens] if documents is None else [tokens, documents]
         super().__init__(len(self._starts), shape[0] * shape[1], seed, place)
 
-    def starts(self, step: int) -> np.ndarray:
-        """(A * B,): where the windows of `step` begin."""
-        return self._starts[self.chosen(step)]
-
     def __call__(self, step: int) -> Tensor:
         """The batch of `step`, counted from 0: (A, B, S + 1) int64; of packed documents (A, 2 B, S + 1)."""
-        return torch.cat([windows_at(part, self.starts(step), self._shape) for part in self._parts], dim=1)
+        starts = self._starts[self.chosen(step)]
+        return torch.cat([windows_at(part, starts, self._shape) for part in self._parts], dim=1)
 
 
 def windows_at(tokens: Tensor, starts: np.ndarray, shape: tuple[int, int, int]) -> Tensor:

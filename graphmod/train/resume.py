@@ -33,7 +33,7 @@ from graphmod.train.folders import (
 from graphmod.train.optim import learning_rates
 from graphmod.train.parallel import spread
 from graphmod.train.result import RESULT_FILE, RunResult
-from graphmod.train.settings import ADAPTER_FILE, RunConfig, plain_config
+from graphmod.train.settings import ADAPTER_FILE, RunConfig, check_resume, plain_config
 from graphmod.train.step import TrainStep
 from graphmod.words import as_yaml
 
@@ -319,9 +319,8 @@ def _require_newest(point: ResumePoint) -> None:
 def run_of(resume: str) -> Path:
     """The folder of the run that `train.resume=FOLDER` names, itself or by one of its checkpoints. Raises ConfigError
     where it is neither."""
+    check_resume(resume)
     folder = Path(resume).absolute()
-    if not folder.is_dir():
-        raise ConfigError(f"train.resume={resume} is not a folder; give that of a run or of a checkpoint, auto or none")
     if (folder / CHECKPOINTS).is_dir():
         return folder
     if folder.parent.name != CHECKPOINTS or not (folder / MANIFEST_FILE).exists():

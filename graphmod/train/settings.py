@@ -585,11 +585,11 @@ def _check_log(train: TrainConfig) -> None:
     train.log = list(dict.fromkeys(LogTo(name).value for name in given))
 
 
-def check_resume(train: TrainConfig) -> None:
+def check_resume(resume: str) -> None:
     """Raises ConfigError for a run that is not there."""
     require(
-        train.resume in ("none", "auto") or Path(train.resume).is_dir(),
-        f"train.resume={train.resume} is not a folder; give that of a run or of a checkpoint, auto or none",
+        resume in ("none", "auto") or Path(resume).is_dir(),
+        f"train.resume={resume} is not a folder; give that of a run or of a checkpoint, auto or none",
     )
 
 
@@ -613,7 +613,7 @@ def check_train(train: TrainConfig) -> None:
     require(train.seed < 2**64, f"train.seed must fit into 64 bits, got {train.seed}")
     decay = train.ema_decay
     require(decay is None or 0 <= decay < 1, f"train.ema_decay must be at least 0 and below 1, or null, got {decay}")
-    check_resume(train)
+    check_resume(train.resume)
     require(
         train.resume == "none" or train.checkpoint,
         f"train.resume={train.resume} needs checkpoints and train.checkpoint=false writes none; drop one of them",
