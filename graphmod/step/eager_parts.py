@@ -44,7 +44,7 @@ from graphmod.signature.call import Call
 from graphmod.signature.flattening import PLAIN_KINDS
 from graphmod.signature.modes import FOREIGN, GRAD, INFERENCE, SETTINGS, difference, entered_again
 from graphmod.step.gradients import GradientBuffer, Left, as_memory, is_split, leave_behind, left_behind, part
-from graphmod.step.results import PartOf
+from graphmod.step.results import PartOf, of_gradient
 from graphmod.torch_private import beside_dynamo, conjugated, negated, storage_uses
 from graphmod.trace import dispatch
 from graphmod.trace.dispatch import hidden
@@ -654,7 +654,7 @@ class EagerParts:
             recorder.graph.pause()
             self._trail.hold()
             self._memory.__exit__()
-            made.gradients = left_behind(self._owned, self._since, recorder.made, self.graph.entry)
+            made.gradients = left_behind(self._owned, self._since, self._given, recorder.made, self.graph.entry)
             self._ends.stand_back()
             self._bind(self._carried)
             self._methods.__exit__(None, None, None)
@@ -722,7 +722,7 @@ class EagerParts:
             elif tensor.requires_grad:
                 raise CaptureRefused(f"gives the eager part {known} a tensor that requires grad; pass it detached")
             elif where in grads:
-                found.append(_gradient(grads[where], tensor))
+                found.append(of_gradient(grads[where], tensor))
             elif where in at:
                 part_of = PartOf(at[where], self._given[at[where]], tensor, argument=True)
                 found.append(lambda leaves, part_of=part_of: part_of.of(leaves[part_of.index]))
@@ -751,8 +751,8 @@ class EagerParts:
         graph, group = self.graph, self.graph.context.group
         graph.context.counters.eager_parts += 1
         self._done += 1
-        leave_behind(made.gradients, graph.entry.copies_out)
         given = graph.given(leaves)
+        leave_behind(made.gradients, given, graph.entry.copies_out)
         function, args, kwargs = made.form.around([source(given) for source in made.sources])
         may_change = self._watched() if made.known.backward else []
         tensors = list(map(_now, may_change))
@@ -944,11 +944,3 @@ class EagerParts:
 
     def _lend(self, memory: Tensor) -> Tensor:
         return self._own_of(memory)([])
-
-
-def _gradient(parameter: Any, tensor: Tensor) -> Callable[[list[Tensor]], Tensor]:
-    """Gives the gradient of a parameter, or the part of it that `tensor` is."""
-    if tensor is parameter.grad:
-        return lambda _: parameter.grad
-    part_of = PartOf(0, parameter.grad, tensor, argument=True)
-    return lambda _: part_of.of(parameter.grad)

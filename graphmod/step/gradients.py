@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from sys import getrefcount
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.step.entry import Entry
+from graphmod.step.results import PartOf
 from graphmod.step.static_outputs import can_swap, storage_over, swap_for_copy
 from graphmod.torch_private import is_traceable_wrapper_subclass, storage_uses
 from graphmod.trace.operations import address
@@ -171,17 +172,22 @@ class as_memory:
                 parameter.grad = other(parameter.grad)
 
 
-Left = GradientBuffer | Tensor | None
-"""What code leaves behind as a gradient."""
+Left = GradientBuffer | Tensor | Callable[[Sequence[Tensor]], Tensor] | None
+"""What code leaves behind as a gradient; a callable finds it among what a replay is given."""
 
 
 def left_behind(
-    parameters: Iterable[Tensor], before: Iterable[Tensor | None], made: Callable[[int], bool], entry: Entry
+    parameters: Iterable[Tensor],
+    before: Iterable[Tensor | None],
+    given: Sequence[Tensor],
+    made: Callable[[int], bool],
+    entry: Entry,
 ) -> list[tuple[Tensor, Left]]:
     """The gradients that captured code has left to parameters, which are lent from now on.
 
     Args:
         before: their gradients until then.
+        given: the tensors that the capture was given.
         made, entry: see `_lend`.
     """
     left = [
@@ -189,7 +195,25 @@ def left_behind(
         for parameter, grad in zip(parameters, before, strict=True)
         if parameter.grad is not grad
     ]
-    return [(parameter, None if grad is None else _lend(parameter, grad, made, entry)) for parameter, grad in left]
+    return [
+        (parameter, None if grad is None else _argument(grad, given) or _lend(parameter, grad, made, entry))
+        for parameter, grad in left
+    ]
+
+
+def _argument(grad: Tensor, given: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], Tensor] | None:
+    """What finds a gradient that is one of the tensors that a call was given, or a view of one; None of others."""
+    for index, static in enumerate(given):
+        if grad is static:
+            return operator.itemgetter(index)
+        if address(grad) and address(grad) == address(static):
+            view = PartOf(index, static, grad, argument=True)
+            return functools.partial(_view_of_argument, view)
+    return None
+
+
+def _view_of_argument(view: PartOf, given: Sequence[Tensor]) -> Tensor:
+    return view.of(given[view.index])
 
 
 def _lend(parameter: Tensor, grad: Tensor, made: Callable[[int], bool], entry: Entry) -> GradientBuffer | Tensor:
@@ -209,14 +233,15 @@ def _lend(parameter: Tensor, grad: Tensor, made: Callable[[int], bool], entry: E
     return buffer
 
 
-def leave_behind(gradients: Iterable[tuple[Tensor, Left]], copies: bool) -> None:
+def leave_behind(gradients: Iterable[tuple[Tensor, Left]], given: Sequence[Tensor], copies: bool) -> None:
     """Gives parameters the gradients that captured code has left to them.
 
     Args:
+        given: the tensors that the replay was given.
         copies: of memory that a graph writes again.
     """
     for parameter, left in gradients:
-        grad = left.tensor if isinstance(left, GradientBuffer) else left
+        grad = left.tensor if isinstance(left, GradientBuffer) else left(given) if callable(left) else left
         if isinstance(left, GradientBuffer) and copies:
             grad = left.copy()
         if parameter.grad is not grad:

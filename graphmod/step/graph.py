@@ -173,7 +173,7 @@ class StepGraph:
             raise
         self.graph = captured
         since = before.grads if self.parts is None else self.parts.finish(captured)
-        self._grads_after = left_behind(owned, since, seen.made, entry)
+        self._grads_after = left_behind(owned, since, given, seen.made, entry)
         self._written = [t for t in seen.written.values() if not t.is_inference()]
         self._changed = seen.written.keys() | seen.inputs_written  # no argument that is copied may lie there
         written = [(i, one) for i, one in enumerate(self.inputs) if address(one.tensor) in seen.inputs_written]
@@ -415,12 +415,12 @@ class StepGraph:
     def _after(self, leaves: list[Tensor]) -> None:
         """Does what the captured code did to gradients, version counters, and those of the call's tensor arguments that
         were copied."""
-        leave_behind(self._grads_after, self.entry.copies_out)
+        given = self.given(leaves)
+        leave_behind(self._grads_after, given, self.entry.copies_out)
         if self._written:
             torch.autograd.graph.increment_version(self._written)
         for index in self._arguments_written:
             torch.autograd.graph.increment_version(leaves[index])
-        given = self.given(leaves)
         for index, memory in self._back:
             given[index].detach().copy_(memory)
 

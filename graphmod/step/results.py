@@ -187,20 +187,21 @@ def is_spent(tensor: Tensor) -> bool:
     return False
 
 
-def _gradient(tensor: Tensor, parameters: list[Tensor]) -> Callable[[], Tensor] | None:
+def _gradient(tensor: Tensor, parameters: list[Tensor]) -> Callable[..., Tensor] | None:
     """What makes a result again that is the gradient of a parameter, or a view of it; None of others."""
     for parameter in parameters if not tensor.requires_grad else ():
         grad: Any = parameter.grad
-        if tensor is grad:
-            return functools.partial(getattr, parameter, "grad")
-        if address(tensor) and address(tensor) == address(grad) and _within(tensor, grad):
-            return functools.partial(_view_of_gradient, parameter, PartOf(0, grad, tensor, argument=True))
+        if tensor is grad or (address(tensor) and address(tensor) == address(grad) and _within(tensor, grad)):
+            return of_gradient(parameter, tensor)
     return None
 
 
-def _view_of_gradient(parameter: Tensor, view: PartOf) -> Tensor:
-    grad: Any = parameter.grad
-    return view.of(grad)
+def of_gradient(parameter: Any, tensor: Tensor) -> Callable[..., Tensor]:
+    """Gives the gradient of a parameter, or the part of it that `tensor` is."""
+    if tensor is parameter.grad:
+        return lambda *_: parameter.grad
+    part_of = PartOf(0, parameter.grad, tensor, argument=True)
+    return lambda *_: part_of.of(parameter.grad)
 
 
 class Spent(torch.autograd.Function):

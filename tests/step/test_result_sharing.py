@@ -289,3 +289,41 @@ def test_a_container_that_was_there_before_is_returned_itself(what, grad, device
 
     for one, other in zip(play(False), play(True), strict=True):
         assert torch.equal(one, other)
+
+
+LEFT = {
+    "an argument": lambda flat: flat[0],
+    "views of an argument": lambda flat: flat[0].view(3, 4)[:, 1:],
+    "a detached argument": lambda flat: flat[0].detach().view(3, 4)[:, :3],
+}
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("what", LEFT)
+def test_an_argument_that_becomes_a_gradient_is_the_gradient(what, backward, device):
+    """What is written into it after the call is in both, and no later call writes into a gradient that is kept."""
+
+    def play(graphed):
+        torch.manual_seed(0)
+        layer, kept, seen = nn.Linear(3, 3, bias=False).to(device), [], []
+
+        def step(x, *flat):
+            layer.weight.grad = LEFT[what](flat)
+            loss = layer(x).square().mean()
+            if backward:
+                loss.backward()
+            return loss.detach()
+
+        call = CUDAGraphModule(step, config()) if graphed else step
+        for index in range(CALLS):
+            shape = (3, 3) if what == "an argument" else (12,)
+            flat = torch.full(shape, float(index), device=device)
+            seen.append(call(torch.ones(2, 3, device=device), flat).clone())
+            flat.add_(0.5)
+            kept.append(layer.weight.grad)
+            seen += [torch.tensor(layer.weight.grad is flat), flat.clone(), *(one.clone() for one in kept)]
+        assert not graphed or call.stats.replays, call.last_failure
+        return seen
+
+    for one, other in zip(play(False), play(True), strict=True):
+        assert torch.equal(one, other)
