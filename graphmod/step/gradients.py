@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.step.entry import Entry
-from graphmod.step.results import PartOf
+from graphmod.step.results import PartOf, of_gradient
 from graphmod.step.static_outputs import can_swap, storage_over, swap_for_copy
 from graphmod.torch_private import is_traceable_wrapper_subclass, storage_uses
 from graphmod.trace.operations import address
@@ -195,10 +195,16 @@ def left_behind(
         for parameter, grad in zip(parameters, before, strict=True)
         if parameter.grad is not grad
     ]
-    return [
-        (parameter, None if grad is None else _argument(grad, given) or _lend(parameter, grad, made, entry))
-        for parameter, grad in left
-    ]
+    owners = {id(grad): parameter for parameter, grad in reversed(left)}  # the first, where several have the same
+
+    def taken(parameter: Tensor, grad: Tensor | None) -> Left:
+        if grad is None:
+            return None
+        if owners[id(grad)] is not parameter:
+            return of_gradient(owners[id(grad)])
+        return _argument(grad, given) or _lend(parameter, grad, made, entry)
+
+    return [(parameter, taken(parameter, grad)) for parameter, grad in left]
 
 
 def _argument(grad: Tensor, given: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], Tensor] | None:

@@ -196,9 +196,9 @@ def _gradient(tensor: Tensor, parameters: list[Tensor]) -> Callable[..., Tensor]
     return None
 
 
-def of_gradient(parameter: Any, tensor: Tensor) -> Callable[..., Tensor]:
+def of_gradient(parameter: Any, tensor: Tensor | None = None) -> Callable[..., Tensor]:
     """Gives the gradient of a parameter, or the part of it that `tensor` is."""
-    if tensor is parameter.grad:
+    if tensor is None or tensor is parameter.grad:
         return lambda *_: parameter.grad
     part_of = PartOf(0, parameter.grad, tensor, argument=True)
     return lambda *_: part_of.of(parameter.grad)

@@ -327,3 +327,27 @@ def test_an_argument_that_becomes_a_gradient_is_the_gradient(what, backward, dev
 
     for one, other in zip(play(False), play(True), strict=True):
         assert torch.equal(one, other)
+
+
+def test_two_parameters_may_be_left_with_one_gradient(device):
+    def play(graphed):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(device)
+        one, other, kept, seen = model[0].weight, model[1].weight, [], []
+
+        def step(x):
+            model.zero_grad()
+            model(x).square().mean().backward()
+            other.grad = one.grad
+
+        call = CUDAGraphModule(step, config()) if graphed else step
+        for index in range(CALLS):
+            call(torch.full((2, 3), 1.0 + index, device=device))
+            kept.append((one.grad, other.grad))
+            kept[-2 if index else -1][index % 2].mul_(2)
+            seen += [torch.tensor(one.grad is other.grad), *(grad.clone() for pair in kept for grad in pair)]
+        assert not graphed or call.stats.replays, call.last_failure
+        return seen
+
+    for eager, replayed in zip(play(False), play(True), strict=True):
+        assert torch.equal(eager, replayed)
