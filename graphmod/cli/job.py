@@ -168,6 +168,8 @@ def job_settings(cfg: DictConfig, overrides: list[str]) -> tuple[DictConfig | di
 _COMPARISONS = Path("runs/compare")  # of train.yaml
 _PROFILED = {
     "steps": 8,
+    "epochs": None,
+    "sample_every": 0,
     "eval_every": 0,
     "checkpoint": False,
     "checkpoint_every": 0,

@@ -12,6 +12,7 @@ from graphmod.train.compare import compare, table
 from graphmod.train.profile import busy_us, communication_us
 from graphmod.train.result import RunResult
 from graphmod.train.run import train
+from graphmod.train.settings import plain_config
 
 
 def test_overlapping_intervals_count_once():
@@ -62,6 +63,14 @@ def test_the_report_and_the_comparison_tell_how_long_ranks_communicate():
     (row,) = compare({"run": result}, {"run": gpu_busy_ms(result)})
     assert (row.comm_ms, row.comm_hidden_share, row.gpu_busy_share) == (3.0, 0.5, 0.9)
     assert "comm hidden" in table([row]) and "50%" in table([row])
+
+
+def test_a_run_of_a_multirun_is_looked_at_again_in_a_few_steps_whatever_it_was_told(tiny, monkeypatch):
+    config, again = tiny("train.epochs=2", "train.sample_every=1", "data.max_bytes=20000"), []
+    monkeypatch.setattr("graphmod.cli.job.train", lambda config, *_, **__: again.append(config.train))
+    assert gpu_busy_ms(RunResult("none", device="NVIDIA H200", config=plain_config(config))) is None
+    (told,) = again
+    assert (told.steps, told.epochs, told.sample_every, told.checkpoint) == (8, None, 0, False)
 
 
 def test_a_run_on_several_gpus_records_some_steps_at_its_end_and_logs_what_ranks_communicate(settings, monkeypatch):
