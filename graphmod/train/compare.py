@@ -65,17 +65,11 @@ class Row:
 _UNIMPORTANT = {"resume", "profile", "checkpoint", "checkpoint_every", "keep_checkpoints"}
 
 
-def _other_settings(result: RunResult) -> str:
-    kept = {group: values for group, values in result.config.items() if group != "graph"}
+def _settings(result: RunResult, apart: str) -> str:
+    """The settings of a run, without those of the group `apart`, to be compared."""
+    kept = {group: values for group, values in result.config.items() if group != apart}
     kept["train"] = {key: value for key, value in kept.get("train", {}).items() if key not in _UNIMPORTANT}
     return json.dumps(kept, sort_keys=True)
-
-
-def _on_one_rank(result: RunResult) -> str:
-    """The settings of a run but for how many ranks it has."""
-    graph = result.config.get("graph", {})
-    apart = json.dumps({key: value for key, value in json.loads(_other_settings(result)).items() if key != "parallel"})
-    return f"{result.scope} {json.dumps(graph, sort_keys=True)} {apart}"
 
 
 def _compiled(result: RunResult) -> str:
@@ -101,7 +95,7 @@ def _first_difference(losses: list[float], expected: list[float]) -> int | None:
 
 def swept(results: Mapping[str, RunResult]) -> bool:
     """Whether other settings than those of the graphs differ among the runs that finished."""
-    return len({_other_settings(result) for result in results.values() if result.status == "finished"}) > 1
+    return len({_settings(result, "graph") for result in results.values() if result.status == "finished"}) > 1
 
 
 def compare(results: Mapping[str, RunResult], busy_ms: Mapping[str, float] | None = None) -> list[Row]:
@@ -110,9 +104,9 @@ def compare(results: Mapping[str, RunResult], busy_ms: Mapping[str, float] | Non
     eager: dict[str, dict[str, str]] = {}
     for name, result in results.items():
         if result.status == "finished" and result.scope == BASELINE:
-            eager.setdefault(_other_settings(result), {}).setdefault(_compiled(result), name)
+            eager.setdefault(_settings(result, "graph"), {}).setdefault(_compiled(result), name)
     finished = [result for result in results.values() if result.status == "finished"]
-    alone = {_on_one_rank(result): result.tokens_per_s for result in finished if result.ranks == 1}
+    alone = {_settings(result, "parallel"): result.tokens_per_s for result in finished if result.ranks == 1}
     rows = []
     for name, result in results.items():
         if result.status != "finished":
@@ -124,11 +118,11 @@ def compare(results: Mapping[str, RunResult], busy_ms: Mapping[str, float] | Non
         rows.append(row)
         row.capture_seconds = result.graph.get("capture_seconds")
         row.eval_loss = result.eval_losses[-1][1] if result.eval_losses else None
-        if result.ranks > 1 and result.tokens_per_s and (of_one := alone.get(_on_one_rank(result))):
+        if result.ranks > 1 and result.tokens_per_s and (of_one := alone.get(_settings(result, "parallel"))):
             row.scaling = result.tokens_per_s / (result.ranks * of_one)
         if row.step_ms_median and busy_ms and name in busy_ms:
             row.gpu_busy_share = min(1.0, busy_ms[name] / row.step_ms_median)
-        alike = eager.get(_other_settings(result), {})
+        alike = eager.get(_settings(result, "graph"), {})
         if not alike:
             continue
         row.baseline = alike.get("none") or next(iter(alike.values()))
