@@ -8,6 +8,7 @@ which they make lists, `model.path`, which becomes a folder, and `data.seq_len`,
 
 import math
 import sys
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum, StrEnum
 from importlib.util import find_spec
@@ -52,6 +53,19 @@ def share(group: str, part: object, *names: str) -> None:
     for name in names:
         value = getattr(part, name)
         require(0 <= value <= 1, f"{group}.{name} is a share and must be from 0 to 1, got {value}")
+
+
+def require_read(chooses: str, values: Any, choice: str, read_by: dict[str, Collection[str]]) -> None:
+    """Raises ConfigError for a setting of `values` that does nothing with this choice; each is read by some choices of
+    the setting `chooses`, and says nothing with its default, false or 0."""
+    defaults = type(values)()
+    for name, readers in read_by.items():
+        value = getattr(values, name)
+        require(
+            choice in readers or not value or value == getattr(defaults, name),
+            f"{chooses.partition('.')[0]}.{name} does nothing with {chooses}={choice}; leave it out, or choose "
+            f"{chooses}={' | '.join(sorted(readers))}",
+        )
 
 
 def positive(group: str, part: object, *names: str) -> None:
@@ -324,6 +338,14 @@ class DataConfig:
     packing_attention: PackingAttention = PackingAttention.auto
 
 
+_OF_SOURCES: dict[str, Collection[str]] = {
+    "column": {Source.hf},
+    "train_on": {Source.hf},
+    "split": {Source.hf},
+    "pattern": {Source.text, Source.hf},
+}
+
+
 def _check_own(data: DataConfig) -> None:
     """What it makes of the other settings is known when it is loaded (`train/batches.py`)."""
     require(data.target is not None, "data=custom needs data._target_=my_package.Items, the name of your data set")
@@ -374,11 +396,7 @@ def check_data(data: DataConfig, model: ModelConfig) -> None:
         require(data.vocab_size is None, "data.vocab_size is for data=synthetic only; set model.vocab_size instead")
     if data.source is Source.hf:
         require(data.max_bytes is None, "data.max_bytes has no meaning with data=hf, which reads rows; leave it out")
-    else:
-        require(
-            data.column is None and data.train_on is TrainOn.completion,
-            f"data.column and data.train_on do nothing with data={data.source}; add data=hf, or leave them out",
-        )
+    require_read("data", data, data.source, _OF_SOURCES)
     if data.tokenizer not in (None, "bytes"):
         require(
             not Path(data.tokenizer).is_file(),
@@ -462,8 +480,22 @@ class OptimConfig:
     max_grad_norm: float | None = 1.0  # clip gradients to this 2-norm; null does not clip
 
 
+_OF_OPTIMIZERS: dict[str, Collection[str]] = {
+    "betas": {*OptimizerName} - {OptimizerName.sgd},
+    "eps": {*OptimizerName} - {OptimizerName.sgd},
+    "momentum": {OptimizerName.sgd, OptimizerName.muon},
+    "nesterov": {OptimizerName.sgd, OptimizerName.muon},
+}
+_OF_SCHEDULES: dict[str, Collection[str]] = {
+    "warmup_fraction": {*Schedule} - {Schedule.constant},
+    "min_lr_ratio": {Schedule.cosine_with_min_lr, Schedule.polynomial, Schedule.warmup_stable_decay},
+}
+
+
 def check_optim(optim: OptimConfig) -> None:
-    """Raises ConfigError for rates and shares outside their range."""
+    """Raises ConfigError for rates and shares outside their range, and for settings that nothing reads."""
+    require_read("optim", optim, optim.name, _OF_OPTIMIZERS)
+    require_read("optim.schedule", optim, optim.schedule, _OF_SCHEDULES)
     positive("optim", optim, "learning_rate", "eps")
     require(
         len(optim.betas) == 2 and all(0 <= beta < 1 for beta in optim.betas),
