@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import get_scheduler
 
 from graphmod import torch_private
 from graphmod.errors import ConfigError, reason
@@ -159,6 +158,8 @@ def learning_rates(config: OptimConfig, steps: int) -> list[float]:
     if config.schedule is Schedule.polynomial:
         options.setdefault("lr_end", peak * config.min_lr_ratio)
     optimizer = torch.optim.SGD([torch.zeros(())], lr=peak)
+    from transformers import get_scheduler  # loads PEFT, where it is installed: no decoding waits for that
+
     try:
         schedule = get_scheduler(
             config.schedule.value,
