@@ -20,6 +20,8 @@ from graphmod.train.folders import unused
 from tests.support.processes import finished, search_first
 from tests.support.settings import ROOT, TINY, composed
 
+BRIEF = [*TINY, "data.max_bytes=20000", "train.steps=2"]
+
 
 @pytest.fixture
 def environment():
@@ -352,7 +354,7 @@ def test_the_command_that_goes_on_names_a_folder_elsewhere_in_full(tmp_path, mon
 def test_a_comparison_that_cannot_be_written_is_one_clear_error(shell, tmp_path):
     sweep = tmp_path / "sweep"
     (sweep / "comparison.md").mkdir(parents=True)  # a folder in the place of a file
-    done = shell("--multirun", "graph=none,full_iteration", f"hydra.sweep.dir={sweep}", "train.steps=2")
+    done = shell("--multirun", "graph=none,full_iteration", f"hydra.sweep.dir={sweep}", *BRIEF)
     assert done.returncode == 1 and "cannot write the comparison to" in done.stderr, done.stderr
     assert "losses as none" in done.stdout and "Traceback" not in done.stderr and "Warning" not in done.stderr
     assert (sweep / "none" / "result.json").exists() and (sweep / "full_iteration" / "result.json").exists()
@@ -362,7 +364,7 @@ def test_a_job_whose_folder_cannot_be_made_ends_a_multirun_and_does_not_hide_wha
     sweep = tmp_path / "sweep"
     sweep.mkdir()
     (sweep / "per_layer").touch()  # where the folder of the second job should be
-    done = shell("--multirun", "graph=none,per_layer", f"hydra.sweep.dir={sweep}", "train.steps=2")
+    done = shell("--multirun", "graph=none,per_layer", f"hydra.sweep.dir={sweep}", *BRIEF)
     assert done.returncode == 1 and "File exists: 'sweep/per_layer'" in done.stderr, done.stderr
     assert "none " in done.stdout and "step ms" in done.stdout
     assert (sweep / "comparison.json").exists() and "Traceback" not in done.stderr
