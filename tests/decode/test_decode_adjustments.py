@@ -1,6 +1,8 @@
 """What changes logits before the choice (penalties, biases, what is ruled out, logits processors) does what
 transformers' own processors do, or a written-out formula, in any batch."""
 
+import functools
+
 import pytest
 import torch
 from transformers import LogitsProcessorList
@@ -126,30 +128,35 @@ def same(model, done, sampling, case):
     assert done.logprobs == pytest.approx(logprobs, abs=1e-5)
 
 
+@pytest.fixture(scope="module")
+def engine_of():
+    """Gives the engine of some settings on a device: one for all cases, of which none may leave anything to others."""
+    return functools.cache(lambda device, **sizes: DecodeEngine(tiny_model("llama", device, scale=1.5), **sizes))
+
+
 @pytest.mark.parametrize("drawn", DRAWN)
-def test_rows_of_one_batch_get_what_transformers_own_processors_give_each(drawn, device):
-    model = tiny_model("llama", device, scale=1.5)
+def test_rows_of_one_batch_get_what_transformers_own_processors_give_each(drawn, device, engine_of):
     prompts = prompts_of(*range(3, 3 + len(CASES)))
     sampling = [asked(case, drawn, seed) for seed, case in enumerate(CASES)]
     sizes = {"max_batch_size": 4, "steps_per_sync": 3, "block_size": 8, "prefill_tokens": 16}
-    found = DecodeEngine(model, **sizes).generate(prompts, sampling=sampling)
+    engine = engine_of(device, **sizes)
+    found = engine.generate(prompts, sampling=sampling)
     for done in found:
-        same(model, done, sampling[done.request], [*CASES][done.request])
-    eager = DecodeEngine(model, **sizes, graphs=False).generate(prompts, sampling=sampling)
+        same(engine.model, done, sampling[done.request], [*CASES][done.request])
+    eager = engine_of(device, **sizes, graphs=False).generate(prompts, sampling=sampling)
     assert [one.tokens for one in eager] == [one.tokens for one in found]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_row_that_is_taken_again_has_nothing_of_who_had_it_before(case, device):
-    model = tiny_model("llama", device, scale=1.5)
-    engine = DecodeEngine(model, max_batch_size=2, steps_per_sync=2)
+def test_a_row_that_is_taken_again_has_nothing_of_who_had_it_before(case, device, engine_of):
+    engine = engine_of(device, max_batch_size=2, steps_per_sync=2)
     prompts, cases = prompts_of(30, 4, 11, 7), [case, "none", "all", case]
     lengths = (6, 14, 7, 14)
     sampling = [Sampling(**CASES[one][0], max_new_tokens=length) for one, length in zip(cases, lengths, strict=True)]
     first, again = (engine.generate(prompts, sampling=sampling) for _ in range(2))
     assert [one.tokens for one in first] == [one.tokens for one in again]
     for done in first:
-        same(model, done, sampling[done.request], cases[done.request])
+        same(engine.model, done, sampling[done.request], cases[done.request])
 
 
 def test_prefixes_suspension_samples_and_streams_change_nothing(device):

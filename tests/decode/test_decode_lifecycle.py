@@ -1,5 +1,6 @@
 """Weights, memory and graphs over the life of an engine; faults, and what is left after them."""
 
+import functools
 import logging
 
 import numpy
@@ -233,6 +234,12 @@ def test_requests_wait_for_memory_and_none_is_lost(device):
         engine.generate(prompts_of(60), max_new_tokens=10)
 
 
+@pytest.fixture(scope="module")
+def small_engine():
+    """Gives the engine of a device that all wrong requests are made to."""
+    return functools.cache(lambda device: DecodeEngine(tiny_model("llama", device), max_batch_size=2))
+
+
 @pytest.mark.parametrize(
     ("prompt", "settings", "said"),
     [
@@ -265,8 +272,8 @@ def test_requests_wait_for_memory_and_none_is_lost(device):
     ],
     ids=str,
 )
-def test_a_wrong_request_is_one_clear_error_and_the_engine_goes_on(prompt, settings, said, device):
-    engine = DecodeEngine(tiny_model("llama", device), max_batch_size=2)
+def test_a_wrong_request_is_one_clear_error_and_the_engine_goes_on(prompt, settings, said, device, small_engine):
+    engine = small_engine(device)
     with pytest.raises(RequestError, match=said):
         engine.generate([[3, 4], prompt], **{"max_new_tokens": 5, **settings})
     assert len(engine.generate([[3, 4]], max_new_tokens=5)[0].tokens) == 5
