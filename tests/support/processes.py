@@ -79,6 +79,10 @@ class Python:
     def poll(self) -> int | None:
         return self._process.exitcode
 
+    def wait(self) -> int | None:
+        self._process.join()
+        return self.poll()
+
     def kill(self) -> None:
         self._process.kill()
 
