@@ -309,7 +309,7 @@ def _reason(error: BaseException, kind: type) -> str:
         return f"cannot read {error.override!r}; put a value with special characters in quotes: {example}"
     found = [one for one in (error.__cause__, error, error.__context__) if isinstance(one, OmegaConfBaseException)]
     if not found:
-        return "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
+        return re.sub(r"[.;]?\s*\n\s*", "; ", str(error).strip())
     inner = next((one for one in found if one.full_key), found[0])
     if not inner.full_key and "is not a subclass of" in str(inner.msg):
         return "the file is a list; write settings without '-', one a line, such as steps: 100"

@@ -296,6 +296,7 @@ def test_where_only_comparisons_have_models_generate_says_so(tmp_path, monkeypat
             ["+model=llama_tiny"],
             "'model' is chosen twice; write model=CHOICE without '+', or in a file 'override /",
         ),
+        (TRAIN, ["model@foo=llama_tiny"], "Could not override 'model@foo'; Did you mean to override model?; To append"),
         (TRAIN, ["~nonsense"], "Could not delete from config. 'nonsense' does not exist."),
         (TRAIN, ["per_layer"], "'per_layer' has no name; settings are written key=value, such as graph=per_layer"),
         (TRAIN, ["my_texts"], "such as data=text data.path=my_texts"),
