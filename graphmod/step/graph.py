@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -128,6 +129,11 @@ class StepGraph:
                 reason = reason or "gives other memory to a parameter in whose place the capture has a view"
             if reason is not None:
                 raise CaptureRefused(reason)
+            there = Counter(address(part(grad)) for grad in grads if grad is not None)
+            for parameter, grad in zip(owned, grads, strict=True):
+                left = parameter.grad
+                if left is not None and there[where := address(part(left))] > (left is grad):
+                    recorder.outside.setdefault(where, part(left).detach())  # of another parameter: is to be watched
             held = {*map(id, owned), *(id(tensor) for _, _, tensor in guards.slots)}
             self.results = Results(self, result, given, recorder, held, owned)
             self._find_parameters(inside, identities, recorder)

@@ -351,3 +351,28 @@ def test_two_parameters_may_be_left_with_one_gradient(device):
 
     for eager, replayed in zip(play(False), play(True), strict=True):
         assert torch.equal(eager, replayed)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_gradients_that_go_from_one_parameter_to_another(shared, device):
+    def play(graphed):
+        torch.manual_seed(0)
+        model, seen = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(device), []
+        one, other = model[0].weight, model[1].weight
+
+        def step(x):
+            other.grad = one.grad
+            one.grad = x
+            return x * 2
+
+        call = CUDAGraphModule(step, config()) if graphed else step
+        for index in range(CALLS):
+            x = torch.full((3, 3), 1.0 + index, device=device)
+            if shared and index == 4:
+                one.grad = other.grad = x
+            call(x)
+            seen += [torch.zeros(1) if grad is None else grad.clone() for grad in (one.grad, other.grad)]
+        return seen
+
+    for eager, replayed in zip(play(False), play(True), strict=True):
+        assert torch.equal(eager, replayed)
