@@ -110,8 +110,7 @@ def train_settings(given: object) -> TrainGraphConfig:
     thing."""
     if isinstance(given, TrainGraphConfig):
         return given
-    plain = settings(given)
-    return TrainGraphConfig(**{field.name: getattr(plain, field.name) for field in fields(plain)})
+    return TrainGraphConfig(**vars(settings(given)))
 
 
 # -- model -------------------------------------------------------------------------------------------------------------
@@ -843,9 +842,7 @@ def check(config: RunConfig) -> None:
 def plain_config(config: RunConfig) -> dict[str, Any]:
     """The settings as plain dicts, lists, strings and numbers."""
 
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(inner) for key, inner in value.items()}
-        return value.value if isinstance(value, Enum) else value
+    def plain(settings: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {name: value.value if isinstance(value, Enum) else value for name, value in settings}
 
-    return plain(asdict(config))
+    return asdict(config, dict_factory=plain)
