@@ -40,7 +40,8 @@ from graphmod.layers.recorded import BackwardOfCall, for_plain_backwards
 from graphmod.ranks.data_parallel import Borrowed
 from graphmod.signature.call import Call
 from graphmod.signature.flattening import unrepeatable
-from graphmod.signature.modes import FOREIGN, difference, key_reader
+from graphmod.signature.modes import FOREIGN, changed_mode, key_reader
+from graphmod.step.dispatch import STALE
 from graphmod.step.eager_parts import RecordedPart, RecordedParts
 from graphmod.step.found_parts import Methods
 from graphmod.step.recording import BACKWARD_OUTSIDE, late_hazards, record_reads
@@ -139,6 +140,8 @@ class Part:
             self._add(
                 "the arguments", f"argument {unknown[0]!r} is {effect}", remedy or "pass tensors, or what it holds"
             )
+        if any(map(is_stale, call.leaves)):
+            self._add_said(STALE)
         if modes[FOREIGN] is not None:
             self._add("the call", f"{modes[FOREIGN]}, and code under that is never captured", _KEEP_OUT)
         methods = self._methods
@@ -172,11 +175,7 @@ class Part:
         for said in (given.returned(result), not_to_be_made_again(outline(result)[0])):
             self._add_said(said)
         self._look_at_result(call)
-        modes = difference(modes, modes_now())
-        if modes:
-            self._add(
-                "the call", f"changes a mode of PyTorch ({modes[0]}), which no replay does", "do it around the call"
-            )
+        self._add_said(changed_mode(modes, modes_now()))
         around.learn(self.guards[-1])
         self._add_said(around.not_to_be_recorded)
         if result.differentiable or recorder.backward:

@@ -178,3 +178,9 @@ def difference(known: tuple, got: tuple) -> list[str]:
         names = _setting_names(kind)
         pairs += list(zip(names, known[SETTINGS], got[SETTINGS], strict=True))
     return [f"{name}: was {old}, is {new}" for name, old, new in pairs if old != new]
+
+
+def changed_mode(known: tuple, got: tuple) -> str | None:
+    """Why no replay stands for a call that leaves other modes than it found; None where they are the same."""
+    found = difference(known, got)
+    return f"changes a mode of PyTorch ({found[0]}), which no replay does; do it around the call" if found else None

@@ -18,7 +18,7 @@ from graphmod.ranks.fully_shard import captured
 from graphmod.reads.backwards import end_left, watches
 from graphmod.signature.call import Call, Flat
 from graphmod.signature.flattening import unrepeatable
-from graphmod.signature.modes import FOREIGN, difference
+from graphmod.signature.modes import FOREIGN, changed_mode
 from graphmod.signature.signature import Signature, argument_paths, tensor_key
 from graphmod.step.admission import CANNOT_MOVE, CAPTURE_ANOTHER, IN_USE, UNFINISHED, affordable, choose_tape
 from graphmod.step.arena import Tape
@@ -43,6 +43,10 @@ from graphmod.trace.recorder import Recorder
 from graphmod.trace.undo import is_interrupt, let_through, under_way, undo_left
 
 TRACED = ", and no graph is in what is made of it; trace first, and wrap that: CUDAGraphModule(traced)"
+STALE = (
+    "an argument is a view that was made under no_grad, and whose memory was changed with gradients since; pass it "
+    "detached"
+)
 PARTS_OF_RANKS = (
     "has an eager part, and takes part in what several ranks do together; keep that part outside of the captured call"
 )
@@ -204,10 +208,7 @@ def _entry(context: Context, call: Call, function: Any) -> Entry | None:
         context.log_once(f"{context.name!r} runs eagerly, because its argument {path!r} is {why}")
         return None
     if any(map(is_stale, leaves)):
-        context.last_failure = (
-            "an argument is a view that was made under no_grad, and whose memory was changed with gradients since; "
-            "pass it detached"
-        )
+        context.last_failure = STALE
         context.log_once(f"{context.name!r} runs eagerly: {context.last_failure}")
         return None
     stranger = context.entries.stranger(signature)
@@ -420,9 +421,7 @@ def _judge(context: Context, entry: Entry, call: Call, recording: Recording) -> 
         return  # the next call is recorded, at the addresses that stay
     if recording.parts and context.agreement is not None:
         recording.refused = recording.refused or PARTS_OF_RANKS
-    modes = difference(entry.signature.modes, context.group.modes())
-    if modes and recording.refused is None:
-        recording.refused = f"changes a mode of PyTorch ({modes[0]}), which no replay does; do it around the call"
+    recording.refused = recording.refused or changed_mode(entry.signature.modes, context.group.modes())
     if call.result.differentiable or recording.backward:
         recording.refused = recording.refused or context.around.kept_accumulators(recording.guards, recording.backward)
     entry.add(recording)

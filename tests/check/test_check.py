@@ -228,6 +228,18 @@ def test_what_a_wrapper_refuses_is_a_hazard(tmp_path, make):
             distributed.destroy_process_group()
 
 
+def test_an_argument_that_a_wrapper_refuses_is_a_hazard():
+    x = torch.ones(4, 8)
+    with torch.no_grad():
+        view = x[:]
+    x.mul_(torch.ones(1, requires_grad=True))
+    with torch.no_grad():
+        effect = only(graphmod.check(nn.Linear(8, 8), view)).effect
+        wrapped = CUDAGraphModule(nn.Linear(8, 8))
+        wrapped(view)
+    assert effect in str(wrapped.last_failure)
+
+
 def test_a_loss_decides_what_is_differentiated():
     class Two(nn.Module):
         def __init__(self):
