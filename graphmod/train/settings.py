@@ -707,6 +707,11 @@ def check_parallel(parallel: ParallelConfig) -> None:
         "parallel=fsdp_tp",
     )
     require(
+        parallel.reshard_after_forward or mode.shards,
+        f"parallel.reshard_after_forward=false does nothing with parallel={mode}; leave it out, or choose "
+        "parallel=fsdp | fsdp_tp",
+    )
+    require(
         parallel.tp is not None or mode is not ParallelMode.fsdp_tp,
         "parallel=fsdp_tp has to be told over how many GPUs each layer is split, such as parallel.tp=2",
     )

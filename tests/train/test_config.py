@@ -355,6 +355,7 @@ def test_an_error_of_the_graph_settings_names_the_group():
         (["optim.momentum=0.5"], "optim.momentum does nothing with optim=adamw; leave it"),
         (["optim.schedule=linear", "optim.min_lr_ratio=0.5"], "does nothing with optim.schedule=linear"),
         (["optim.schedule=constant", "optim.warmup_fraction=0.5"], "optim.warmup_fraction does nothing with"),
+        (["parallel.reshard_after_forward=false"], "does nothing with parallel=none; leave it out, or choose"),
         (["optim.min_lr_ratio=2"], "from 0 to 1"),
         (["optim.max_grad_norm=0"], "null"),
         (["optim.weight_decay=-1"], "at least 0"),
