@@ -501,7 +501,7 @@ def test_a_training_step_by_layers_has_one_graph_for_all(tied, device):
         tokens = [torch.randint(0, 32, (2, 2, 6), device=device) for _ in range(10)]
         losses.append([step(batch).item() for batch in tokens] + [step.evaluate(tokens[0]).item() for _ in range(5)])
     assert losses[0] == losses[1]
-    names = {graph.graph_name: graph.stats for graph in step._graphs}
+    names = {graph.graph_name: graph.stats for graph in step.graphs}
     assert names["trunk"].state == names["optimizer step"].state == names["head"].state == "captured"
     assert {stats.captures for name, stats in names.items() if name.startswith("trunk.")} == {0}
     assert step.stats.state == "captured" and step.stats.failures == 0
