@@ -327,6 +327,9 @@ class Guards:
         found = {id(one): one for one in (*known, *(leaf for leaf, _ in leaves))}
         self._tensor_names = {id(one): key for _, key, one in reversed(self.slots) if isinstance(key, str)}
         moving = {id(place.container.owner) for place in self.bound if isinstance(place.container, Data)}
+        by_key = [note for note in notes.notes.values() if issubclass(type(note.key), Tensor)]
+        keys = [id(note.key) for note in by_key if note.before() is not MISSING]
+        self._elsewhere = {*found, *keys}
         self.tensors = with_memory(found.values())
         self.staying = [tensor for tensor in self.tensors if id(tensor) not in moving]
         self._inner = [inner for tensor in found.values() for inner in _inner_tensors(tensor)]
@@ -426,6 +429,21 @@ class Guards:
             if where and not isinstance(place.container, Data) and (where in others or alone.count(where) > 1):
                 return f"{name_of(place.note)} shares memory with another tensor that the call finds"
         return None
+
+    def learn_arguments(self, leaves: Iterable[Tensor]) -> None:
+        """Takes in the tensor arguments of the recorded call. One that is found elsewhere, too, may be another later: a
+        capture takes copies, and would show whether code asks for it."""
+        self._arguments = list(map(id, leaves))
+
+    def finds_elsewhere(self, leaves: Iterable[Tensor]) -> str | None:
+        """Whether code finds one of these arguments elsewhere, too, and another one than when it was recorded, in
+        words: it may ask whether they are the same."""
+        names, elsewhere = list(map(id, leaves)), self._elsewhere
+        if elsewhere.isdisjoint(names) or names == self._arguments:
+            return None
+        if all(name not in elsewhere or name == was for name, was in zip(names, self._arguments, strict=True)):
+            return None
+        return "an argument is a tensor that its code finds elsewhere, too"
 
     def _recompiles(self) -> str | None:
         """What torch.compile would compile anew for, in words."""

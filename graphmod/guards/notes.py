@@ -857,6 +857,8 @@ class Notes:
         if place is None:
             self.note_items(owner)
             return CODE
+        if place.value is MISSING and issubclass(type(key), Tensor):
+            self.note_items(owner)  # another one may be there
         if issubclass(kind, tuple):
             self._in_tuple(owner, place.value)
         else:

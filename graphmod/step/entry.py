@@ -210,7 +210,8 @@ class Entry:
         """The recording of a call with these tensor arguments in the present state; None where there is none."""
         self.difference, self.other_branch, self._present = "", False, None
         for recording in self.recordings:
-            reason = recording.guards.moved() or recording.guards.changed()
+            guards = recording.guards
+            reason = guards.moved() or guards.changed() or guards.finds_elsewhere(leaves)
             if reason is None:
                 reason = recording.host_draws.choose_otherwise(leaves)
                 if reason is None:

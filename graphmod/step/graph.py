@@ -271,7 +271,8 @@ class StepGraph:
     def unfit(self, leaves: list[Tensor], careful: bool) -> str | None:
         """Why this graph cannot take these arguments at these addresses, or None. Unless `careful`, a graph that starts
         early leaves the rest of the check to `guards`, after its start."""
-        otherwise = self.recording.guards.carries_otherwise(leaves)
+        guards = self.recording.guards
+        otherwise = guards.carries_otherwise(leaves) or guards.finds_elsewhere(leaves)
         if otherwise is not None:
             return otherwise
         self.keep_carried()

@@ -138,6 +138,7 @@ def record(
     assert isinstance(parts, RecordedParts)
     refused = refused or parts.finish(recorder, bool(call.result.differentiable), bound)
     guards = Guards(notes, recorder.backward, bound)
+    guards.learn_arguments(call.leaves)
     assert recorder.script is not None and recorder.host_draws is not None, "whoever records has them"
     made = Recording(
         recorder.script,

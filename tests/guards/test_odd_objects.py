@@ -526,3 +526,31 @@ def test_a_number_of_a_class_of_ones_own_is_the_same_with_the_same_attributes(ki
         expected = torch.full((2,), held.rate.unit * float(held.rate), device=device)
         assert torch.equal(call(torch.ones(2, device=device)), expected)
     assert call.stats.replays >= 4
+
+
+SAME = {
+    "is": lambda x, refs: x is refs[0],
+    "is one of a list": lambda x, refs: any(x is one for one in refs),
+    "is in a set": lambda x, refs: x in SETS[id(refs)],
+    "is a key of a dict": lambda x, refs: DICTS[id(refs)].get(x, 0) == 1,
+    "is an item of a tuple": lambda x, refs: x is TUPLES[id(refs)][0],
+    "is that key": lambda x, refs: DICTS[id(refs)].get(x, 2) > 1,
+}
+SETS, DICTS, TUPLES = {}, {}, {}
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("way", SAME)
+def test_an_argument_that_code_finds_elsewhere_too_is_told_from_others(way, first, device):
+    refs = [torch.ones(2, device=device) for _ in range(2)]
+    SETS[id(refs)], DICTS[id(refs)] = set(refs), {one: index + 1 for index, one in enumerate(refs)}
+    TUPLES[id(refs)] = tuple(refs)
+
+    def step(x):
+        return x * (2 if SAME[way](x, refs) else 3)
+
+    call = CUDAGraphModule(step, config())
+    for index in range(14):
+        x = refs[index % 2] if (index in (5, 6, 11, 12)) != first else torch.ones(2, device=device)
+        assert torch.equal(call(x), step(x))
+    assert call.stats.replays >= 4 or first
