@@ -214,12 +214,8 @@ def _argument(grad: Tensor, given: Sequence[Tensor]) -> Callable[[Sequence[Tenso
             return operator.itemgetter(index)
         if address(grad) and address(grad) == address(static):
             view = PartOf(index, static, grad, argument=True)
-            return functools.partial(_view_of_argument, view)
+            return lambda given: view.of(given[view.index])
     return None
-
-
-def _view_of_argument(view: PartOf, given: Sequence[Tensor]) -> Tensor:
-    return view.of(given[view.index])
 
 
 def _lend(parameter: Tensor, grad: Tensor, made: Callable[[int], bool], entry: Entry) -> GradientBuffer | Tensor:
