@@ -439,11 +439,10 @@ class Guards:
         """Whether code finds one of these arguments elsewhere, too, and another one than when it was recorded, in
         words: it may ask whether they are the same."""
         names, elsewhere = list(map(id, leaves)), self._elsewhere
-        if elsewhere.isdisjoint(names) or names == self._arguments:
+        if elsewhere.isdisjoint(names):
             return None
-        if all(name not in elsewhere or name == was for name, was in zip(names, self._arguments, strict=True)):
-            return None
-        return "an argument is a tensor that its code finds elsewhere, too"
+        same = all(name not in elsewhere or name == was for name, was in zip(names, self._arguments, strict=True))
+        return None if same else "an argument is a tensor that its code finds elsewhere, too; pass a clone of it"
 
     def _recompiles(self) -> str | None:
         """What torch.compile would compile anew for, in words."""
