@@ -154,7 +154,9 @@ def test_an_interrupt_at_any_moment_reaches_the_program_and_leaves_everything_as
     eager, chance, came = Program(whole, graphs=False), random.Random(at), 0
     expected = [eager.call(batch(index)) for index in range(8)]
     took = min(seconds(whole, at) for _ in range(3))  # the first in a process takes longer
-    for _ in range(TRIALS):
+    for trial in range(20 * TRIALS):
+        if trial >= TRIALS and came > TRIALS / 5:  # on a busy machine calls may be done before most interrupts
+            break
         program = begun(whole, at)
         before, interrupt, raised = settings(), source(error), False
         try:
