@@ -50,12 +50,26 @@ class Outcome(NamedTuple):
     told: str = ""
 
 
-def sample(op: Any, device: torch.device, number: int, seed: int) -> Any:
+def arguments(op: Any, device: torch.device, number: int, seed: int) -> Any:
     torch.manual_seed(seed)
     dtype = torch.float32 if torch.float32 in op.dtypes else sorted(op.dtypes, key=str)[0]
     differentiable = op.supports_autograd and dtype.is_floating_point
-    samples = op.sample_inputs(device, dtype, requires_grad=differentiable)
-    return next(itertools.islice(samples, number, None), None)
+    samples = op.sample_inputs_func(op, device, dtype, differentiable)  # `sample_inputs` would seed them alike
+    found = next(itertools.islice(samples, number, None), None)
+    return found and ((found.input, *found.args), found.kwargs)
+
+
+def with_tensors_of(first: Any, other: Any) -> Any:
+    """Arguments as in a first call, but for the values of tensors; the same again if other things differ, too."""
+    leaves, structure = tree_flatten(first)
+    others, again = tree_flatten(other)
+
+    def kind(leaf: Any) -> Any:
+        return (leaf.shape, leaf.dtype, leaf.layout) if isinstance(leaf, Tensor) else type(leaf)
+
+    if structure != again or list(map(kind, leaves)) != list(map(kind, others)):
+        return first
+    return tree_unflatten([b if isinstance(b, Tensor) else a for a, b in zip(leaves, others, strict=True)], structure)
 
 
 def bits(value: Any) -> Any:
@@ -87,13 +101,13 @@ def call(function: Any, values: Any, seed: int) -> list[Any]:
 def outcome(op: Any, device: torch.device, number: int) -> Outcome | None:
     """What becomes of a function's sample of this number; None where there is none, or eager raises."""
     try:
-        samples = [sample(op, device, number, seed) for seed in range(CALLS)]
+        samples = [arguments(op, device, number, seed) for seed in range(CALLS)]
     except Exception:  # of another device, for instance
         return None
     if samples[0] is None or "empty" in op.name:  # whose values nobody knows
         return None
     first = samples[0]
-    if not any(isinstance(leaf, Tensor) for leaf in tree_flatten((first.input, first.args, first.kwargs))[0]):
+    if not any(isinstance(leaf, Tensor) for leaf in tree_flatten(first)[0]):
         return None
 
     def function(given: Any, *args: Any, **kwargs: Any) -> Any:
@@ -101,8 +115,9 @@ def outcome(op: Any, device: torch.device, number: int) -> Outcome | None:
         return tuple(result) if type(result).__module__ == "torch.return_types" else result
 
     graph = CUDAGraphModule(function, CUDAGraphConfig(warmup_steps=WARMUP))
+    told = ""
     for index, one in enumerate(samples):
-        values = ((one.input, *one.args), one.kwargs)
+        values = with_tensors_of(first, one)
         try:
             expected = call(function, values, index)
         except Exception:
@@ -113,7 +128,8 @@ def outcome(op: Any, device: torch.device, number: int) -> Outcome | None:
             return Outcome("raises", f"{type(error).__name__}: {error}"[:300])
         if got != expected:
             return Outcome("different", f"call {index}; {graph.stats.state}")
-    return Outcome("equal" if graph.stats.replays else "refused", graph.last_failure)
+        told = graph.last_failure or told
+    return Outcome("equal" if graph.stats.replays else "refused", told)
 
 
 def outcomes(names: list[str], device: torch.device) -> Iterator[tuple[str, int, Outcome]]:
