@@ -28,6 +28,7 @@ from graphmod.step.entry import Entry
 from graphmod.step.graph import READS_OTHERWISE, StepGraph
 from graphmod.step.group import LOOKS
 from graphmod.step.recording import Recording, record, record_operations
+from graphmod.step.static_inputs import named_arguments, no_copy
 from graphmod.torch_private import (
     is_fx_tracing,
     is_grad_enabled,
@@ -397,6 +398,9 @@ def warm_up(context: Context, entry: Entry, call: Call) -> Any:
             _say_difference(context, entry)
     if not entry.begin_warm_up():
         call.result = Flat(alone(context, entry, call))
+    elif (why := no_copy(named_arguments(entry, call))) is not None:
+        call.result = Flat(alone(context, entry, call))
+        context.failed(entry, CaptureRefused(why), "its forward")
     else:
         how = {"methods": context.methods, "follows": entry.follows}
         recording = alone(context, entry, lambda: record(call, context.group.gpu, context.root, **how))

@@ -7,6 +7,7 @@ which each call copies, once per tensor however many graphs read it.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -175,21 +176,30 @@ def unlike_eager(inputs: list[StaticInput], sources: list[Tensor], recorder: Fol
     return None
 
 
+def named_arguments(entry: Any, call: Call) -> list[tuple[str, Tensor]]:
+    """The tensors among a call's arguments, with their names."""
+    paths = argument_paths(entry.signature.structure, call.names)
+    names = {part.index: path for path, part in paths.items() if part.__class__ is Leaf}
+    return [(f"argument {names.get(index, f'tensor {index}')}", leaf) for index, leaf in enumerate(call.leaves)]
+
+
+def no_copy(named: Iterable[tuple[str, Tensor]]) -> str | None:
+    """Which of some tensors can have no copy that code could not tell from it, and why; None if all can."""
+    whys = ((name, why) for name, tensor in named if (why := unusual(tensor)) is not None)
+    return next((f"{name} is {why}, of which no graph can be given a copy" for name, why in whys), None)
+
+
 def static_inputs(graph: Any, call: Call, carried: list[tuple[str, Tensor]]) -> list[StaticInput]:
     """What stands for each tensor argument of a call in its capture, and for each of `carried`, which have names.
 
     Raises:
-        CaptureRefused: one of them can have no copy that code could not tell from it.
+        CaptureRefused: one of them can have no copy that code could not tell from it, or is on the host.
     """
-    group = graph.context.group
-    paths = argument_paths(graph.entry.signature.structure, call.names)
-    names = {part.index: path for path, part in paths.items() if part.__class__ is Leaf}
-    given = [(f"argument {names.get(index, f'tensor {index}')}", leaf) for index, leaf in enumerate(call.leaves)]
+    group, given = graph.context.group, named_arguments(graph.entry, call)
+    if (why := no_copy(carried)) is not None:
+        raise CaptureRefused(why)
     made = []
     for name, source in (*given, *carried):
-        why = unusual(source)
-        if why is not None:
-            raise CaptureRefused(f"{name} is {why}, of which no graph can be given a copy")
         if group.backend.on_gpu and not source.is_cuda:
             raise CaptureRefused(
                 f"{name} is on the host, and a graph would copy it from one fixed address; move it to the "

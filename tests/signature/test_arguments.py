@@ -248,7 +248,8 @@ def test_a_sparse_argument_after_dense_ones_runs_eagerly(device):
     for _ in range(4):
         module(x)
     for sparse in (x.to_sparse(), x.to_sparse_csr()):
-        assert torch.equal(module(sparse), x + 1)
+        for requires_grad in (False, True, True, True):
+            assert torch.equal(module(sparse.requires_grad_(requires_grad)), x + 1)
 
 
 def test_only_tensors_can_be_marked_static():
