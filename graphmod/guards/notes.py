@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import AUTOGRAD_FUNCTION_COUNTER
 
 from graphmod.guards.compiled import CompiledFrame, is_arithmetic
 from graphmod.guards.values import (
@@ -1004,7 +1005,7 @@ class Notes:
             return
         old = self.ages.is_old(value)
         if is_iterator(type(value)):
-            if old:
+            if old and value is not AUTOGRAD_FUNCTION_COUNTER:  # which only numbers classes
                 self.iterators.append((value, type(value).__name__, self.here()))
             return
         items = content(self.between_calls.get(identity(value), value))

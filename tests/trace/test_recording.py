@@ -651,6 +651,27 @@ def parts_of_one(ctx, _):
     return None, flat[: weight.numel()].view_as(weight)
 
 
+def test_a_function_of_autograd_may_be_made_in_the_call(device):
+    def step(x):
+        class Rounds(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.round()
+
+            @staticmethod
+            def backward(ctx, grad):
+                return grad * 3
+
+        return Rounds.apply(x) * 2
+
+    graphed = CUDAGraphModule(step, config())
+    for index in range(8):
+        x = torch.full((3,), index + 0.4, device=device, requires_grad=True)
+        graphed(x).sum().backward()
+        assert x.grad.tolist() == [6.0] * 3
+    assert graphed.stats.replays > 4 and not graphed.stats.failures
+
+
 @pytest.mark.parametrize("kind", [list, tuple])
 @pytest.mark.parametrize("backward", [kept_list, list_let_go, list_indexed, parts_of_one])
 def test_how_autograd_takes_over_a_gradient_is_no_part_of_a_record(backward, kind, device):
