@@ -231,7 +231,13 @@ class DecodeEngine:
 
     def abort(self, handle: Handle) -> None:
         """Ends what has not ended of a request, with the reason "abort", and frees its memory: at once, or before the
-        next step if another thread is in the middle of one. Any thread may call it."""
+        next step if another thread is in the middle of one. Any thread may call it.
+
+        Raises:
+            DecodeError: this is no handle of a request.
+        """
+        if not isinstance(handle, Handle):
+            raise DecodeError(f"abort takes what submit() returns, or a stream's .handle, got {type(handle).__name__}")
         self._traffic.leave(handle)
 
     def abort_all(self) -> None:

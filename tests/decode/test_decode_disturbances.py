@@ -136,6 +136,15 @@ def test_a_request_that_comes_while_the_engine_is_suspended_is_told_so(device, m
     assert "suspended" in str(handle.error) and not engine.unfinished
 
 
+def test_only_a_handle_can_be_aborted(device):
+    engine = DecodeEngine(tiny_model("llama", device), max_batch_size=1)
+    handle = engine.submit([5, 6], max_new_tokens=90)
+    with pytest.raises(DecodeError, match=r"takes what submit\(\) returns, or a stream's .handle, got TokenStream"):
+        engine.abort(engine.stream([[5, 6]], max_new_tokens=90))
+    engine.abort(handle)
+    assert not engine.unfinished
+
+
 def test_an_error_in_an_abort_reaches_those_who_wait(device):
     codec = Letters()
     model = tiny_model("llama", device)
