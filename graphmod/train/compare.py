@@ -62,7 +62,11 @@ class Row:
     error: str | None = None  # why the run failed; then the numbers are None
 
 
-_UNIMPORTANT = {"resume", "profile", "checkpoint", "checkpoint_every", "keep_checkpoints"}
+# Of `train`: what changes neither losses nor the times of steps.
+_UNIMPORTANT = {
+    *("resume", "profile", "checkpoint", "checkpoint_every", "keep_checkpoints", "log", "log_every"),
+    *("eval_every", "eval_batches", "sample_every", "sample_prompt", "sample_tokens", "sample_temperature"),
+}
 
 
 def _settings(result: RunResult, apart: str) -> str:

@@ -63,6 +63,12 @@ def test_each_run_is_compared_with_the_baseline_of_its_own_settings():
     assert rows[2].baseline == "none_2" and rows[2].speedup == 2.0
 
 
+def test_what_a_run_logs_or_writes_beside_its_steps_makes_it_no_other_run():
+    full = result("full_iteration", 2.0)
+    full.config["train"] |= {"log_every": 1, "log": ["csv"], "sample_every": 5, "eval_every": 5, "checkpoint": False}
+    assert compare({"none": result("none", 8.0), "full": full})[1].speedup == 4.0
+
+
 def test_a_failed_run_is_listed_with_its_reason_and_the_others_are_compared():
     failed = RunResult(scope="per_layer", status="failed", error="out of GPU memory")
     rows = compare({"none": result("none", 8.0), "per_layer": failed, "full": result("full_iteration", 2.0)})
