@@ -89,9 +89,9 @@ def speed_of(tokens: int, seconds: float, engine: DecodeEngine) -> str:
     eager = counted(stats.total("eager_steps"), "eager step")
     if not engine.config.graphs:
         return f"{speed}; without graphs: {eager}"
-    launches = counted(stats.total("launches"), "launch")
+    launches = counted(stats.total("launches"), "launch") + " of graphs"
     captures = f"{counted(stats.total('captures'), 'capture')} in {stats.capture_seconds:.2f} s"
-    return f"{speed}; graphs {stats.state}: {launches}, {eager}, {captures}"
+    return f"{speed}; {launches}, {eager}, {captures}"
 
 
 def _is_shortened(reason: str | None, prompt: int, tokens: int, asked: int, engine: DecodeEngine) -> bool:
