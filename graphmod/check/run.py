@@ -42,7 +42,7 @@ from graphmod.signature.call import Call
 from graphmod.signature.flattening import unrepeatable
 from graphmod.signature.modes import FOREIGN, changed_mode, key_reader
 from graphmod.step.dispatch import STALE
-from graphmod.step.eager_parts import RecordedPart, RecordedParts
+from graphmod.step.eager_parts import RecordedParts
 from graphmod.step.found_parts import Methods
 from graphmod.step.recording import BACKWARD_OUTSIDE, late_hazards, record_reads
 from graphmod.step.results import bind, not_returned, not_to_be_made_again, outline
@@ -91,7 +91,7 @@ class Part:
         self.root, self.name, self._loss, self._borrowed = root, name, loss, borrowed
         self._before_collective = None if meeting is None else meeting.before
         self._methods, self._eager_parts = Methods(wanted=True), eager_parts
-        self._earlier: list[RecordedPart] = []
+        self._earlier: Guards | None = None
         self.eager_if_set: list[str] = []
         self.call = Target(root) if isinstance(root, nn.Module) else root
         self.findings: list[Finding] = []
@@ -157,8 +157,8 @@ class Part:
             changes = [one for one in changes if one not in of_arguments]
         parts = recorder.parts
         assert isinstance(parts, RecordedParts), "made by record_reads"
-        self._add_said(parts.finish(recorder, bool(result.differentiable), bound))
-        self._earlier, self.eager = parts.made, list(map(str, parts.made))
+        self._add_said(parts.finish(recorder, bool(result.differentiable)))
+        self.eager = list(map(str, parts.made))
         known = methods.found
         if (recorder.hazards or changes) and not result.differentiable:
             methods.learn(recorder, "")
@@ -170,7 +170,8 @@ class Part:
         self._take_in(recorder, changes)
         if recorder.unfinished:
             self._add_said(BACKWARD_OUTSIDE)
-        self.guards.append(Guards(notes, recorder.backward, bound))
+        self._earlier = Guards(notes, recorder.backward, bound)
+        self.guards.append(self._earlier)
         self._look_at_optimizers(notes, recorder, gpu)
         for said in (given.returned(result), not_to_be_made_again(outline(result)[0])):
             self._add_said(said)

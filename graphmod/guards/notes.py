@@ -427,6 +427,7 @@ class Notes:
         of_classes: identity of the attributes of a class -> the view of them that notes are on.
         taken: those locks, by identity, that code has taken.
         told_apart: the addresses of tensors of which code asked whether they are others.
+        after_part: whether code has run unseen, which may have changed what is first looked at from here on.
     """
 
     def __init__(self, ages: Ages, host_draws: HostDraws | None = None) -> None:
@@ -450,6 +451,7 @@ class Notes:
         self.of_classes: dict[int, types.MappingProxyType] = {}
         self.taken: dict[int, TakenLock] = {}
         self.told_apart: set[int] = set()
+        self.after_part = False
         self._walked: dict[int, nn.Module] = {}
         self._in_classes: dict[tuple[int, str], Place | None] = {}
         self._kinds: dict[int, type] = {}  # kept, so that their identities stay theirs
@@ -474,37 +476,6 @@ class Notes:
         """Takes in an error from looking at what code reads."""
         let_through(error)
         self.unreadable = self.unreadable or (f"{type(error).__name__}: {error}", self.here())
-
-    # -- in the middle of a call ---------------------------------------------------------------------------------
-
-    def following(self) -> Notes:
-        """Notes on what the same call reads from here on."""
-        later = Notes(self.ages)
-        later.chance, later.of_classes, later.taken = self.chance, self.of_classes, self.taken
-        later.told_apart = self.told_apart
-        return later
-
-    def take_in(self, later: Notes) -> None:
-        """Takes in the notes that followed these. Where both looked at a place, the first look counts."""
-        for name, note in later.notes.items():
-            known = self.notes.get(name)
-            if known is None or known.owner is not note.owner:
-                self.notes[name] = note
-        for name, met in later.tensors.items():
-            if name not in self.tensors:
-                met.without_gradient = None
-        for mine, theirs in (
-            (self.contents, later.contents),
-            (self.tensors, later.tensors),
-            (self.modules, later.modules),
-        ):
-            mine |= theirs | mine
-        self.iterators += later.iterators
-        self.weakly |= later.weakly
-        self.of_dynamo += later.of_dynamo
-        self.unreadable = self.unreadable or later.unreadable
-        self.elsewhere = self.elsewhere or later.elsewhere
-        self.gradient_at = self.gradient_at or later.gradient_at
 
     # -- what there is to begin with -----------------------------------------------------------------------------
 
@@ -963,7 +934,9 @@ class Notes:
             return
         known = self.tensors.get(identity(tensor))
         if (known is None or known.tensor is not tensor) and self.ages.is_old(tensor):
-            self.tensors[identity(tensor)] = MetTensor(tensor, self.here())
+            met = self.tensors[identity(tensor)] = MetTensor(tensor, self.here())
+            if self.after_part:
+                met.without_gradient = None
 
     def function(self, function: types.FunctionType) -> None:
         """Notes what belongs to a function: the variables it closes over, and, of one of the user's, its defaults."""

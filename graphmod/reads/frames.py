@@ -354,22 +354,20 @@ class noting:
         host_draws: is told what the body draws from generators in Python.
 
     Attributes:
-        later: see `unnoted`.
+        notes: those.
         methods: `(object, name)` of those that ran and may become eager parts, once the body is left.
     """
 
     def __init__(self, *roots: Any, host_draws: HostDraws | None = None) -> None:
-        self.later: list[Notes] = []
         self.methods: list[tuple[Any, str]] = []
         self._roots, self._host_draws, self._undo = roots, host_draws, Undo()
 
     def __enter__(self) -> Notes:
-        notes = self._first = Notes(self._undo.enter(Ages()), self._host_draws)
+        notes = self.notes = Notes(self._undo.enter(Ages()), self._host_draws)
         for root in self._roots:
             notes.try_to(notes.root, root)
-        frames = self._frames = Frames(notes)
+        frames = Frames(notes)
         self._undo.then(lambda _: setattr(notes, "unseen", frames.missed or ("" if frames.heard else NOT_TOLD)))
-        self._undo.then(lambda _: [notes.take_in(later) for later in self.later])
         self._undo.then(lambda _: self._take_methods(frames))
         self._undo.enter(frames)
         return notes
@@ -382,22 +380,15 @@ class noting:
         self.methods = [(owner, name) for (_, name), owner in found.items() if self.is_old(owner)]
 
     def unnoted(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Calls a function of which nothing is noted, inside the body. What the body reads after it goes into notes of
-        its own as well, which are the last of `later`."""
-        chance = self._first.chance
+        """Calls a function of which nothing is noted, inside the body."""
+        chance = self.notes.chance
         chance.look_away()
         try:
             return untraced(lambda: function(*args, **kwargs))
         finally:
             chance.look_again()
-            self.later.append(self._first.following())
-            self._frames.write_to(self.later[-1])
+            self.notes.after_part = True
 
     def is_old(self, value: Any) -> bool:
         """Whether a value was there before the body."""
-        return self._first.ages.is_old(value)
-
-    @property
-    def notes(self) -> Notes:
-        """Those of now."""
-        return self.later[-1] if self.later else self._first
+        return self.notes.ages.is_old(value)

@@ -23,7 +23,7 @@ import pickle
 import sys
 import types
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from types import FrameType
@@ -37,7 +37,7 @@ from graphmod.errors import CaptureRefused, Diverged, EagerPartFailed
 from graphmod.errors import reason as reason_of
 from graphmod.guards.changes import what_changed
 from graphmod.guards.guards import Guards, put
-from graphmod.guards.notes import UNGUARDED, Note, Notes
+from graphmod.guards.notes import UNGUARDED
 from graphmod.reads.frames import noting
 from graphmod.reads.operand_stack import function_of, is_called
 from graphmod.signature.call import Call
@@ -207,7 +207,6 @@ class RecordedPart:
         given: the outline of the function and what it is given.
         old: the objects in that, by identity, which were there before the call.
         returned: the outline of what it returned; None where nobody uses that.
-        guards: what code after it reads, up to the next.
         goes_on, backward: whether operations come after it, and a backward.
     """
 
@@ -217,7 +216,6 @@ class RecordedPart:
     given: tuple = ()
     old: dict[int, Any] = field(default_factory=dict)
     returned: tuple | None = None
-    guards: Any = None
     goes_on: bool = False
     backward: bool = False
 
@@ -225,9 +223,8 @@ class RecordedPart:
         """What a later call of the function, of these arguments, is made of."""
         return _Form(given, lambda value: id(value) in self.old)
 
-    def finish(self, notes: Notes, recorder: Recorder, bound: Collection[Note]) -> None:
-        """Makes the guards, of notes on what was read after it; see `Guards` for `bound`."""
-        self.guards = Guards(notes, recorder.backward, bound)
+    def finish(self, recorder: Recorder) -> None:
+        """Takes in what the call did after it."""
         later = recorder.trace[self.index :]
         self.goes_on, self.backward = bool(later), any(step.code is None for step in later)
 
@@ -243,7 +240,7 @@ class RecordedParts:
         noted: what notes what the call reads.
         draws: what it draws on the host.
         methods: has put methods in place of others.
-        earlier: the parts of a call that was recorded before it; what code after these finds, it has to find again.
+        earlier: the guards of a call that was recorded before it.
 
     Attributes:
         made: the parts, in order.
@@ -255,10 +252,10 @@ class RecordedParts:
         noted: noting,
         draws: HostDraws,
         methods: AbstractContextManager,
-        earlier: Sequence[RecordedPart] = (),
+        earlier: Guards | None = None,
     ) -> None:
         self._call, self.noted, self._draws, self._methods = call, noted, draws, methods
-        self._earlier = iter(earlier)
+        self._earlier, self._is_as_then = earlier, False
         self._drawn = 0
         self._held: list[Any] = []  # so that nothing else comes to lie where these do
         self._beside = _beside()
@@ -297,7 +294,12 @@ class RecordedParts:
             recorder.refuse(known.name, Reason(f"is an eager part that {refusal}", OUTSIDE))
             return []
 
+    def _differs(self) -> str | None:
+        """What the call before has read and this one would find otherwise, in words."""
+        return None if self._earlier is None else self._earlier.moved() or self._earlier.changed(gradients=False)
+
     def _take_given(self, known: RecordedPart, value: tuple) -> list[Tensor]:
+        self._is_as_then = self._differs() is None
         if _beside() != self._beside:
             raise CaptureRefused(
                 "is called where output, warnings or the working directory are redirected, as they are in no replay"
@@ -310,11 +312,9 @@ class RecordedParts:
         return [tensor.detach() for tensor in form.tensors]  # and not itself: autograd counts who holds gradients
 
     def _take_returned(self, known: RecordedPart, result: Any, given: list[Tensor], is_used: bool) -> list[Tensor]:
-        before = next(self._earlier, None)
-        if before is not None and str(before) == str(known):
-            changed = before.guards.moved() or before.guards.changed(gradients=False)
-            if changed is not None:
-                raise CaptureRefused(f"changes what code after it reads: {changed}")
+        changed = self._differs() if self._is_as_then else None
+        if changed is not None:
+            raise CaptureRefused(f"changes what code after it reads: {changed}")
         if not is_used:
             return []
         form = _returned(result)
@@ -338,17 +338,16 @@ class RecordedParts:
         known.old[id(value)] = value
         return True
 
-    def finish(self, recorder: Recorder, differentiable: bool, bound: Collection[Note]) -> str | None:
-        """Makes the guards, after the call. Returns why a graph cannot have these parts.
+    def finish(self, recorder: Recorder, differentiable: bool) -> str | None:
+        """Takes in that the call is over. Returns why a graph cannot have these parts.
 
         Args:
             differentiable: whether the call's result has a backward.
-            bound: the places that it has bound anew, after the last of them.
         """
         if not self.made:
             return None
-        for known, notes in zip(self.made, self.noted.later, strict=True):
-            known.finish(notes, recorder, bound)
+        for known in self.made:
+            known.finish(recorder)
         late = None if recorder.script is None else next(iter(recorder.script.late.values()), None)
         if late is not None:
             return str(late)

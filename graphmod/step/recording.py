@@ -136,7 +136,7 @@ def record(
     refused = refused or (str(late[0]) if late else None)
     parts = recorder.parts
     assert isinstance(parts, RecordedParts)
-    refused = refused or parts.finish(recorder, bool(call.result.differentiable), bound)
+    refused = refused or parts.finish(recorder, bool(call.result.differentiable))
     guards = Guards(notes, recorder.backward, bound)
     guards.learn_arguments(call.leaves)
     assert recorder.script is not None and recorder.host_draws is not None, "whoever records has them"
@@ -199,7 +199,7 @@ def record_reads(
     before_collective: Callable | None = None,
     methods: Methods | None = None,
     follows: bool = False,
-    earlier: Sequence[RecordedPart] = (),
+    earlier: Guards | None = None,
 ) -> tuple[Recorder, Notes, Given]:
     """Makes a call; returns all that recorded it, what its Python read too, before anything is made of that. See
     `record`, `Recorder` for `before_collective`, and `RecordedParts` for `earlier`."""

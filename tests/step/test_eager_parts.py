@@ -723,6 +723,27 @@ def test_a_part_that_binds_anew_what_code_after_it_reads(device):
     refused(make, device, "changes what code after it reads", holder=lambda _: Holder())
 
 
+def test_a_part_before_another_that_binds_anew_a_tensor_which_code_before_it_reads(device):
+    class Holder:
+        def __init__(self):
+            self.mean = torch.zeros((), device=device)
+
+    def make(s):
+        @eager
+        def change():
+            s.holder.mean = s.holder.mean * 0.5 + 1
+
+        def step(x):
+            y = x.sum() + s.holder.mean
+            change()
+            eager(s.meter.update)(y)
+            return y
+
+        return step
+
+    refused(make, device, "changes 'mean'", holder=lambda _: Holder(), meter=lambda _: Meter())
+
+
 def test_a_part_that_moves_a_weight(device):
     def make(s):
         @eager
