@@ -303,7 +303,6 @@ class Note:
 
     Attributes:
         key: attribute name, key or index.
-        kind: the class that the owner had.
         items: of a container.
         where: code and line that looked.
         read: whether code looked at what was there before it put something else there.
@@ -313,12 +312,12 @@ class Note:
 
     __slots__ = (
         *("_container", "_owner", "_value", "_view", "_weak_owner", "_weak_value"),
-        *("form", "items", "key", "kind", "read", "where", "where_it_lay"),
+        *("form", "items", "key", "read", "where", "where_it_lay"),
     )
 
     def __init__(self, owner: Any, place: Place, where: tuple) -> None:
         container, self.key, there, _ = place
-        self.where, self.kind, kind = where, type(owner), type(there)
+        self.where, kind = where, type(there)
         self._owner, self._weak_owner = _held(owner)
         self._container = container
         self._view = None  # what makes the container of the object, which would keep that alive
@@ -355,11 +354,6 @@ class Note:
     def let_go(self) -> None:
         """Forgets what was there."""
         self._value, self._weak_value, self.items = None, False, None
-
-    def own(self) -> dict | None:
-        """The attributes of the owner, where the place is among them."""
-        held = dict_of(self.owner)
-        return held if self._view is dict_of or self._container is held else None
 
     def before(self) -> Any:
         """What was there; None when that is gone."""
@@ -455,7 +449,6 @@ class Notes:
         self._walked: dict[int, nn.Module] = {}
         self._in_classes: dict[tuple[int, str], Place | None] = {}
         self._kinds: dict[int, type] = {}  # kept, so that their identities stay theirs
-        self._supers: dict[tuple, tuple[tuple, Any]] = {}  # by classes, which are kept, and name
         self._dicts: dict[int, tuple[type, types.MappingProxyType]] = {}  # by identity of the class, which is kept
         self._in_c: dict[tuple[int, str], OpaqueModule | Cached | Answer] = {}
         self._subclasses = Subclasses()
@@ -619,12 +612,7 @@ class Notes:
         """The value of an attribute, noted; MISSING, UNKNOWN or CODE where there is none to be had."""
         if not issubclass(type(name), str):
             return UNKNOWN
-        kind, known = type(owner), self.notes.get((identity(owner), name))
-        if known is not None and known.owner is owner and known.kind is kind:
-            value = self._again(known, kind)
-            if value is not UNKNOWN:
-                known.read = known.read or name is not self._stored
-                return value
+        kind = type(owner)
         if identity(kind) not in self._kinds:  # of those it is ordinary lookup that finds attributes
             if issubclass(kind, Tensor):
                 return self._of_tensor(owner, name)
@@ -722,31 +710,12 @@ class Notes:
         return owner
 
     def _of_super(self, owner: Any, name: str) -> Any:
-        classes = owner.__self_class__, owner.__thisclass__
-        known = self._supers.get((*map(identity, classes), name))
-        if known is not None:
-            return known[1]
         place = find(owner, name)
         if place is None:
             return of_c(owner, name)
-        mro = classes[0].__mro__
-        self._hidden_by(mro[mro.index(classes[1]) + 1 :], name, place.shared)
-        value = self._of_class(owner, name, place)
-        self._supers[*map(identity, classes), name] = classes, value
-        return value
-
-    def _again(self, known: Note, kind: type) -> Any:
-        """The value of an attribute of an ordinary object that was noted before, and is where it was; else UNKNOWN."""
-        name, held = known.key, known.own()
-        if held is None:
-            return UNKNOWN
-        value = dict.get(held, name, MISSING)
-        if value is not known.before():
-            return UNKNOWN
-        if value is not MISSING:
-            return value
-        shared = self._in_classes.get((identity(kind), name))
-        return UNKNOWN if shared is None or shared.shared is None else bound_to(shared.value)
+        mro = owner.__self_class__.__mro__
+        self._hidden_by(mro[mro.index(owner.__thisclass__) + 1 :], name, place.shared)
+        return self._of_class(owner, name, place)
 
     def _hidden_by(self, mro: tuple[type, ...], name: str, until: type | None) -> None:
         """Notes that classes have no such attribute, which would come before the one that was found."""

@@ -48,7 +48,6 @@ from graphmod.guards.values import (
     sort_of,
 )
 from graphmod.reads.operand_stack import Nothing, depths, top
-from graphmod.torch_private import TensorBase
 from graphmod.trace.lines import is_library
 from graphmod.trace.operations import address, is_leaf
 from graphmod.trace.untraced import identity
@@ -65,11 +64,6 @@ _READ_STATE = {"__reduce_ex__", "__reduce__", "__getstate__"}  # all that is in 
 _ADDS = {"append", "extend", "insert", "add", "update"}  # methods that tell nothing of what is there
 _BY_KEY = {"get", "__getitem__", "__contains__"}
 _PLAIN = frozenset(map(identity, (bool, int, float, str, type(None))))
-_METHODS_OF_TENSORS = frozenset(
-    identity(one)
-    for name, one in vars(TensorBase).items()
-    if type(one) is types.MethodDescriptorType and not name.startswith("__") and name != "item"
-)
 # By identity: a class, or its class, may have a hash and a way to compare of its own.
 _READERS = frozenset(map(identity, (operator.attrgetter, operator.methodcaller)))  # of attributes that only they know
 _BUFFERS, _NOT_OF_CONTENT = (frozenset(map(identity, some)) for some in (BUFFERS, (len, type, isinstance)))
@@ -99,7 +93,6 @@ class Reading:
     def __init__(self, notes: Notes) -> None:
         self._notes = notes
         self._draws = notes.chance.draws
-        self._globals: set[tuple[int, str, str]] = set()  # which were looked at: identity of the dict, name, file
 
     def step(self, frame: FrameType, code: CodeType, step: Step) -> None:
         """An instruction of a frame is about to run."""
@@ -159,11 +152,7 @@ class Reading:
     # -- variables -----------------------------------------------------------------------------------------------
 
     def global_variable(self, frame: FrameType, name: str, values: Any) -> None:
-        held, file = frame.f_globals, self._notes.where[0].co_filename
-        where = identity(held), name, file
-        if where not in self._globals:
-            self._globals.add(where)
-            self._notes.global_variable(held, name, file)
+        self._notes.global_variable(frame.f_globals, name, self._notes.where[0].co_filename)
 
     def name(self, frame: FrameType, name: str, values: Any) -> None:
         held = frame.f_locals
@@ -333,11 +322,8 @@ class Reading:
             used: whether these have been looked into.
         """
         kind, notes = type(function), self._notes
-        if identity(function) in _METHODS_OF_TENSORS:
-            self._arguments(given, used)
-            return
         if issubclass(kind, _OF_C) and function.__name__ in _ADDS:
-            owner = getattr(function, "__self__", None) or next(iter(given), None)
+            owner = getattr(function, "__self__", given[0] if given else None)
             if type(owner) in _FRESH and not notes.ages.is_old(owner):
                 for value in given:
                     if value is not owner:

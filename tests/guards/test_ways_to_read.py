@@ -812,6 +812,18 @@ def test_methods_of_containers_that_code_comes_across_do_not_count(device):
     assert (call.stats.captures, call.stats.replays) == (1, 4)
 
 
+@pytest.mark.parametrize("elements", [1, 3])
+def test_a_method_that_is_held_asks_nothing_of_its_tensor(elements, device):
+    def run(x):
+        add = x.add
+        return add(x)
+
+    wrapper, x = CUDAGraphModule(run), torch.ones(elements, device=device)
+    for _ in range(6):
+        assert torch.equal(wrapper(x), x + x)
+    assert wrapper.stats.replays
+
+
 def test_a_lock_that_the_code_itself_holds_is_no_change(device):
     lock = threading.Lock()
 
