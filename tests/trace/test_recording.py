@@ -1,6 +1,7 @@
 """What a recorded call is: an eager call with eager's numbers, of which everything is known afterwards."""
 
 import functools
+import operator
 import queue
 import threading
 
@@ -252,6 +253,17 @@ def puts_the_state_back_out_of_sight(self, x):
     return result
 
 
+def seeds_by_way_of_c(self, x):
+    operator.methodcaller("manual_seed", 7)(self.generator)
+    return x + torch.rand(x.shape, device=x.device, generator=self.generator)
+
+
+def seeds_by_way_of_c_afterwards(self, x):
+    result = x + torch.rand(x.shape, device=x.device, generator=self.generator)
+    operator.methodcaller("manual_seed", 7)(self.generator)
+    return result
+
+
 def moves_a_generator(self, x):
     self.generator.set_state(self.state)
     return x * 2
@@ -299,7 +311,7 @@ def inverts(self, x):
 
 REFUSED = [
     seeds_the_default_generator, seeds_its_generator, puts_a_state_back, puts_the_state_back_afterwards,
-    puts_the_state_back_out_of_sight,
+    puts_the_state_back_out_of_sight, seeds_by_way_of_c, seeds_by_way_of_c_afterwards,
     moves_a_generator, forks_the_state, reads_chance, reads_with_numpy, copies_to_the_host, conditional,
     computes_under_fake_tensors, makes_a_sparse_tensor, inverts,
 ]  # fmt: skip
