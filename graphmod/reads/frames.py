@@ -39,9 +39,10 @@ log = logging.getLogger("graphmod")
 _NOT_OF_TORCH = tuple(
     TORCH + part.replace("/", os.sep)
     for part in (
-        *("ao/", "autograd/", "compiler/", "cuda/", "distributed/", "export/", "func/", "futures/", "fx/", "jit/"),
+        *("autograd/", "compiler/", "cuda/", "distributed/", "export/", "func/", "futures/", "fx/", "jit/"),
         *("library.py", "mps/", "mtia/", "multiprocessing/", "nativert/", "nested/", "onnx/", "overrides.py"),
-        *("package/", "profiler/", "serialization.py", "sparse/", "storage.py", "types.py", "utils/", "xpu/"),
+        *("package/", "profiler/", "serialization.py", "sparse/", "storage.py", "types.py", "xpu/"),
+        *("utils/_", "utils/checkpoint.py", "utils/hooks.py"),
     )
 )
 _OF_TORCH = tuple(TORCH + part.replace("/", os.sep) for part in ("autograd/function.py", "autograd/grad_mode.py"))
@@ -51,10 +52,8 @@ _PRIVATE, _SPECIAL = TORCH + "_", TORCH + "__"
 _NOT_OF_STDLIB = tuple(
     part.replace("/", os.sep)
     for part in (
-        *("abc.py", "ast.py", "codecs.py", "contextlib.py", "dis.py", "encodings/", "enum.py", "functools.py"),
-        *("importlib/", "inspect.py", "linecache.py", "locale.py", "logging/", "re/", "string.py", "sysconfig.py"),
-        *("textwrap.py", "tokenize.py", "traceback.py", "typing.py", "unittest/", "warnings.py"),
-        *("asyncio/", "gettext.py"),
+        *("ast.py", "asyncio/", "codecs.py", "dis.py", "encodings/", "gettext.py", "importlib/", "linecache.py"),
+        *("locale.py", "logging/", "re/", "sysconfig.py", "tokenize.py", "traceback.py", "warnings.py"),
     )
 )
 _OF_CORE = (CORE + "train" + os.sep, CORE + "decode" + os.sep, CORE + os.path.join("ranks", "data_parallel.py"))

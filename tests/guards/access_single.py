@@ -235,6 +235,71 @@ __lt__ of a list
 """
 
 SINGLE = """
+indices of a part of a data set
+    from torch.utils.data import Subset
+    d = Subset([2.0, 6.0], [0])
+    = d[0]
+    > d.indices = [1]
+    < d.indices = [0]
+
+range of a quantization
+    from torch.ao.quantization import FakeQuantize
+    f = FakeQuantize.with_args(quant_min=0, quant_max=127)().eval()
+    f.disable_observer()
+    = f(x.detach() * 100).sum()
+    > f.quant_max = 63
+    < f.quant_max = 127
+    @ function, layer
+
+context that gives something
+    c = contextlib.nullcontext(2.0)
+    = with c as q: pass
+    = q
+    > c.enter_result = 6.0
+    < c.enter_result = 2.0
+
+errors that a context ends
+    c = contextlib.suppress(KeyError)
+    = q = 7.0
+    = try:
+    =     with c: raise ValueError
+    = except ValueError: q = 3.0
+    = q
+    > c._exceptions = (ValueError,)
+    < c._exceptions = (KeyError,)
+
+value of a member
+    class Kinds(enum.Enum): a = 2.0
+    = Kinds.a.value
+    > Kinds.a._value_ = 6.0
+    < Kinds.a._value_ = 2.0
+
+attribute by inspect
+    import inspect
+    class T:
+        def __init__(self): self.v = 2.0
+    t = T()
+    = inspect.getattr_static(t, 'v')
+    > t.v = 6.0
+    < t.v = 2.0
+
+protocol asked
+    from typing import Protocol, runtime_checkable
+    @runtime_checkable
+    class P(Protocol):
+        def m(self): ...
+    t = types.SimpleNamespace()
+    = (7.0 if isinstance(t, P) else 3.0)
+    > t.m = len
+    < del t.m
+
+text of a template
+    import string
+    t = string.Template('2')
+    = float(t.substitute())
+    > t.template = '6'
+    < t.template = '2'
+
 global
     V = 2.0
     = V
