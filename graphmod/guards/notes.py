@@ -846,7 +846,9 @@ class Notes:
         if type(value) is types.FunctionType and STANDS_FOR in vars(value):
             value = getattr(value, STANDS_FOR)
         read = key is not self._stored
-        if (known is None or known.owner is not owner) and self.ages.is_old(owner):
+        if known is not None and known.owner is owner:
+            known.read = known.read or (read and value is known.before())
+        elif self.ages.is_old(owner):
             if issubclass(type(owner), _HELD):
                 self.ages.there(owner)
             found = (identity(container), key)
@@ -860,8 +862,8 @@ class Notes:
             known.read = read
             self._lead_to(value)
             self._meet(value)
-        elif known is not None and read and value is known.before():
-            known.read = True
+        elif container is not owner:  # which an object that the call made may share: `self.__dict__ = cls.state`
+            self._note(container, place)
 
     def belongs(self, value: Any, owner: Any) -> Any:
         """The value, which is as old as its owner."""

@@ -300,6 +300,14 @@ text of a template
     > t.template = '6'
     < t.template = '2'
 
+attributes that objects share
+    class T:
+        shared = {'v': 2.0}
+        def __init__(self): self.__dict__ = self.shared
+    = T().v + getattr(T(), 'w', 1.0)
+    > T.shared['w'] = 6.0
+    < del T.shared['w']
+
 global
     V = 2.0
     = V
