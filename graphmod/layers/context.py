@@ -152,7 +152,7 @@ class LayerContext(Context):
         return casts_of_its_own(self, entry)
 
     def refuses(self, call: Call, recording: Recording) -> str | None:
-        recording.its_backward = RecordedBackward(recording.functions)
+        recording.its_backward = RecordedBackward()
         if recording.random and inputs_drawn_anew() is not None:
             return DRAWS
         if recording.communicates and call.result.differentiable and reads_parts(recording.guards.tensors):

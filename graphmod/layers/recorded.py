@@ -20,7 +20,6 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from types import CodeType, FrameType
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -31,7 +30,6 @@ from graphmod.guards.changes import Change, all_changes, line_of
 from graphmod.guards.guards import Guards
 from graphmod.guards.hooks import has_hooks_of_others
 from graphmod.guards.notes import Notes
-from graphmod.guards.values import Cell
 from graphmod.layers.uses import nodes_behind
 from graphmod.reads.backwards import begin, mark
 from graphmod.signature.call import Call
@@ -41,7 +39,6 @@ from graphmod.step.recording import Recording
 from graphmod.torch_private import top_saved_tensors_hooks
 from graphmod.trace.hazards import Hazard
 from graphmod.trace.lines import location
-from graphmod.trace.untraced import identity
 
 DIFFERENTIATED_AGAIN = (
     "its backward is differentiated in turn (create_graph=True), and a graph has no gradient of its gradient; run this "
@@ -68,7 +65,6 @@ NO_GRAD_OF_PARTS = (
 _WANTED = 16  # calls
 Given = tuple[bool, ...]
 """Which of a call's results a backward has gradients for."""
-Functions = Sequence[tuple[ref, set[int]]]
 
 
 class RecordedBackward:
@@ -78,17 +74,14 @@ class RecordedBackward:
         guards: what their code read, of each that has come and was judged.
         order: parameter (by identity) -> its place in the order in which autograd accumulated their gradients.
         hooked: the parameters (by identity) that had gradient hooks then.
-        functions: those that the recorded call made, weakly, with the variables (by identity) of its own that they
-            close over, which nobody exchanges.
         runs_python: whether any ran Python.
         wanted: how many more calls are to be eager so that one may come.
     """
 
-    def __init__(self, functions: Functions) -> None:
+    def __init__(self) -> None:
         self.guards: dict[Given, list[Guards]] = {}
         self.order: dict[int, int] = {}
         self.hooked: set[int] = set()
-        self.functions = functions
         self.runs_python = False
         self.wanted = 0
         self._silent: Given = ()
@@ -138,7 +131,6 @@ class BackwardOfCall:
         call: has its result.
         outputs: those of its results that may have a backward.
         finish: called with this when it is over.
-        functions: see `RecordedBackward`.
 
     Attributes:
         given: which results it had gradients for.
@@ -150,14 +142,7 @@ class BackwardOfCall:
         failed: whether an error ended it.
     """
 
-    def __init__(
-        self,
-        call: Call,
-        outputs: Sequence[Tensor],
-        finish: Callable[[BackwardOfCall], None],
-        functions: Functions = (),
-    ) -> None:
-        self._own = functions
+    def __init__(self, call: Call, outputs: Sequence[Tensor], finish: Callable[[BackwardOfCall], None]) -> None:
         self.beside = self.over = False
         kept = top_saved_tensors_hooks(True)
         self.around: CodeType | None = None if kept is None else getattr(kept[1], "__code__", None)
@@ -223,10 +208,6 @@ class BackwardOfCall:
         if notes.gradient_at is not None:
             self.refused.append(_GRADIENT.format(line_of(notes.gradient_at)))
         self.changes += all_changes(notes)
-        own = {where for function, cells in self._own if function() is not None for where in cells}
-        for key, note in list(notes.notes.items()):
-            if isinstance(note.container, Cell) and identity(note.owner) in own:
-                del notes.notes[key]
         guards = Guards(notes)
         if guards:
             self.guards.append(guards)
@@ -274,7 +255,7 @@ def record_backward(context: Context, entry: Entry, recording: Recording, call: 
         context.drop(*tapes, why=refused)
         context.failed(entry, CaptureRefused(refused), "its backward")
 
-    BackwardOfCall(call, call.result.differentiable, judge, recording.its_backward.functions)
+    BackwardOfCall(call, call.result.differentiable, judge)
 
 
 def _nodes_of(call: Call, outputs: Iterable[Tensor]) -> tuple[set[Node], list[Node]]:

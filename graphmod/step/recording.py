@@ -78,7 +78,6 @@ class Recording:
         seconds: that it took.
         settles: whether torch.compile compiled something in it, or its code was the first to import a module, so that
             what it showed is not what the next call does.
-        functions: see `RecordedBackward`.
         its_backward: what is known of backwards of its result; None where nobody asks for them.
         captured: whether a capture of it was tried, which costs no attempt besides its own.
         parts: its eager parts.
@@ -98,7 +97,6 @@ class Recording:
     refused: str | None
     seconds: float
     settles: bool
-    functions: Any
     parts: list[RecordedPart]
     differentiable: bool
     its_backward: Any = None
@@ -153,7 +151,6 @@ def record(
         refused,
         seconds=time.perf_counter() - began,
         settles=recorder.compiles or frames_compiled() != compiled or imports(notes),
-        functions=notes.ages.functions,
         parts=parts.made,
         differentiable=any(tensor.requires_grad for tensor in call.result.leaves),
     )

@@ -5,7 +5,6 @@ import gc
 import threading
 import time
 import weakref
-from types import FunctionType
 from typing import Any
 
 from torch import Tensor
@@ -70,13 +69,10 @@ class Ages:
 
     Attributes:
         made: the identities of what was made since, as far as somebody asked, or it is left.
-        functions: weak references to those made since that close over variables made since, with the identities of
-            these.
     """
 
     def __init__(self) -> None:
         self.made: set[int] = set()
-        self.functions: list[tuple[weakref.ref, set[int]]] = []
         self._there: dict[int, Any] = {}
 
     def __enter__(self) -> "Ages":
@@ -115,12 +111,8 @@ _ages: list[Ages] = []  # of those that are entered
 def _list_new() -> None:
     if _ages:
         listed = gc.get_objects()
-        functions = [one for one in listed if type(one) is FunctionType and one.__closure__]
         for one in _ages:
             one.made.update(map(identity, listed))
-            for function in functions:
-                cells = one.made.intersection(map(identity, function.__closure__ or ()))
-                one.functions += [(weakref.ref(function), cells)] if cells else []
     if _holders:  # else nobody would thaw it
         gc.freeze()
 
