@@ -69,10 +69,6 @@ _MACHINERY = {
     *(nn.Module._wrapped_call_impl.__code__, nn.Module.__getattr__.__code__, nn.Module.__setattr__.__code__),
     *(nn.Module.__delattr__.__code__, torch.Tensor.__hash__.__code__),
 }
-# The code that makes one of a named tuple is given what it holds, and would have a note keep that alive: all that
-# `fully_shard` gathers, for example.
-_MAKES_A_NAMED_TUPLE = ("_tuple_new",)
-
 # These go through a module and all in it, and read nothing but its dicts.
 _WALKS = {
     one.__code__
@@ -180,7 +176,7 @@ def _plan_of(code: CodeType) -> Plan | None:
     where = identity(code)
     known = _known.get(where)
     if known is None:
-        passed_over = code is _CALL or where in _walks or code.co_names == _MAKES_A_NAMED_TUPLE
+        passed_over = code is _CALL or where in _walks
         looked_at = not passed_over and (_watched(code.co_filename) or code in written_by_dynamo())
         found = plan_of(code) if looked_at else None
         gone = weakref.ref(code, lambda _: _known.pop(where, None))

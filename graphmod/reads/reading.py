@@ -594,9 +594,6 @@ if sys.version_info < (3, 13):
     _STEPS |= dict.fromkeys(("POP_JUMP_IF_TRUE", "POP_JUMP_IF_FALSE"), (Reading.each, 1))
 
 
-_GIVE_BOOLEANS = ("IS_OP", "CONTAINS_OP", "UNARY_NOT")
-
-
 def _step_of(step: dis.Instruction, named: bool) -> tuple[Callable, int, Any] | None:
     name, count = step.opname, step.arg or 0
     if name == "CALL":
@@ -633,7 +630,7 @@ def plan_of(code: CodeType) -> Plan:
     reach = depths(code, steps)
     shared = {*code.co_freevars, *_of_functions(code)}
     plan: Plan = {}
-    prefixes, line, named, before = [], code.co_firstlineno, False, ""
+    prefixes, line, named = [], code.co_firstlineno, False
     for step in steps:
         if step.positions is not None and step.positions.lineno:
             line = step.positions.lineno
@@ -645,9 +642,6 @@ def plan_of(code: CodeType) -> Plan:
         if step.opname == "STORE_DEREF" and step.argval in shared and step.offset in reach:
             wanted = Reading.kept, 1, None
         named = named and step.opname != "CALL"
-        if before in _GIVE_BOOLEANS and "JUMP" in step.opname and not step.is_jump_target:
-            wanted = None
-        before = step.opname
         if wanted is not None:
             # Python 3.11 tells of an instruction with prefixes where the first of them lies.
             do, count, argument = wanted
