@@ -192,14 +192,17 @@ class LayerContext(Context):
         return LayerGraph(self, entry, tape, recording)
 
     def results(self, graph: Any, leaves: list[Tensor], random_state: Any) -> Any:
-        outputs: tuple[Tensor, ...] = ()
-        if graph.results.with_grad:
-            ticket = Ticket(graph, random_state)
-            inputs = [leaves[i] for i in graph.differentiable]
-            through = graph.through_autograd
-            if graph.in_turn:
-                through = list(through)
-                for place in graph.in_turn:
-                    through[place] = InTurn.apply(through[place])
-            outputs = apply_replayed(ticket, self.group.anchor, *inputs, *through)
-        return graph.results.make(graph.given(leaves), outputs)
+        given = graph.given(leaves)
+        if not graph.results.with_grad:
+            return graph.results.make(given, ())
+        ticket = Ticket(graph, random_state)
+        inputs = [leaves[i] for i in graph.differentiable]
+        through = graph.through_autograd
+        if graph.in_turn:
+            through = list(through)
+            for place in graph.in_turn:
+                through[place] = InTurn.apply(through[place])
+        result = graph.results.make(given, apply_replayed(ticket, self.group.anchor, *inputs, *through))
+        if graph.inside:
+            ticket.watch(result)
+        return result

@@ -33,7 +33,7 @@ from graphmod.errors import CaptureRefused, Diverged
 from graphmod.guards.guards import Guards
 from graphmod.guards.hooks import has_gradient_hooks, has_hooks_of_others, without_gradient_hooks
 from graphmod.layers.group import LayerGroup, Loans
-from graphmod.layers.uses import nodes_behind, separate_uses, times, uses_of
+from graphmod.layers.uses import nodes_behind, separate_uses, times, used_inside, uses_of
 from graphmod.signature.call import Call
 from graphmod.signature.modes import entered_again
 from graphmod.step.arena import Tape
@@ -74,6 +74,7 @@ class LayerGraph(StepGraph):
         through_autograd: what autograd sees of the parameters: `hooked` and the witness.
         in_turn: those of `through_autograd` whose hooks are to run in eager's order, the last of them first.
         summed: the places among `differentiable` of arguments with several uses, whose gradients are added up.
+        inside: the places among the results with a backward of those from which others of them are computed.
         saves: whether autograd saves anything for its backward, and frees it with that.
         runs_again: whether its backward runs the forward again, as the checkpoint around it does.
         ticket: weak, that of the last forward with a backward to come.
@@ -92,6 +93,7 @@ class LayerGraph(StepGraph):
         self.hooked_uses: list[int] = []
         self.direct: list[Tensor] = []
         self.summed: list[int] = []
+        self.inside: list[int] = []
         self.backward: BackwardGraph | None = None
         self.backward_modes: tuple = ()
         self.saves = self.runs_again = False
@@ -114,7 +116,9 @@ class LayerGraph(StepGraph):
     def _find_parameters(self, inside: Call, identities: set[int], recorder: Follower) -> None:
         """The leaves that the outputs depend on, found by walking the autograd graph that the capture built."""
         arguments = {id(tensor) for tensor in inside.leaves}
-        for node in nodes_behind(self.results.retained):
+        nodes = list(nodes_behind(self.results.retained))
+        self.inside = used_inside(self.results.retained, nodes)
+        for node in nodes:
             leaf: Any = getattr(node, "variable", None)
             if leaf is not None:
                 if is_traceable_wrapper_subclass(leaf) and not is_split(leaf):
@@ -256,11 +260,12 @@ def _is_plain(parameter: Tensor) -> bool:
 class Ticket:
     """One forward with a backward still to come; dies with the autograd node that holds it. `done` says whether it has
     had one, after which another may follow if the graph was retained; `of_witness` is the gradient of the forward's
-    witness, where autograd is to accumulate that itself."""
+    witness, where autograd is to accumulate that itself; `inside` are the results from which others are computed, each
+    with its gradient hooks."""
 
     __slots__ = (
-        "__weakref__", "arena", "before", "done", "finished", "graph", "node", "of_witness", "passed", "random_state",
-        "versions",
+        "__weakref__", "arena", "before", "done", "finished", "graph", "inside", "node", "of_witness", "passed",
+        "random_state", "versions",
     )  # fmt: skip
 
     def __init__(self, graph: LayerGraph, random_state: Any) -> None:
@@ -270,6 +275,7 @@ class Ticket:
         self.before = graph.before
         self.versions = list(map(_version, graph.parameters))
         self.of_witness: Any = None
+        self.inside: list[tuple[weakref.ref, weakref.ref]] = []
         self.node: Any = None  # weak: the autograd node that holds this ticket
         graph.ticket = weakref.ref(self)
         self.arena.in_flight += 1
@@ -289,6 +295,15 @@ class Ticket:
         if list(map(_version, weights)) == self.versions:
             return []
         return [p for p, version in zip(weights, self.versions, strict=True) if p._version != version]
+
+    def watch(self, result: Any) -> None:
+        """Takes in the result that was made of this forward."""
+        leaves = self.graph.results.of_node(result)
+        for place in self.graph.inside:
+            leaf = leaves[place]
+            hook = leaf.register_hook(lambda grad: None)  # makes the dict that any later one is put into
+            hook.remove()
+            self.inside.append((weakref.ref(leaf), hook.hooks_dict_ref))
 
     @property
     def current(self) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Collection, Iterator, Sequence
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from graphmod.errors import BackwardUnavailable
 from graphmod.guards.hooks import has_gradient_hooks, without_gradient_hooks
 from graphmod.layers.capture import capture_backward
 from graphmod.layers.graph import BackwardGraph, GradientsExchanged, LayerGraph, Outvoted, Ticket, changed_in_place
-from graphmod.layers.recorded import DIFFERENTIATED_AGAIN
+from graphmod.layers.recorded import DIFFERENTIATED_AGAIN, GRADIENT_WITHIN, asks_for_gradient
 from graphmod.layers.uses import compare_sums
 from graphmod.ranks.agreement import Choice, LateRanks
 from graphmod.signature.flattening import rebuild
@@ -100,6 +101,10 @@ def run_backward(ticket: Ticket, grads: tuple[Tensor | None, ...]) -> Sequence[T
             f"{context.name!r} was replayed from a graph, which has no gradient of its gradient (create_graph=True); "
             "run this part eagerly: graph=none, ungraph(model), or call the module as .module"
         )
+    if any(starmap(asks_for_gradient, ticket.inside)):
+        graph.recording.its_backward.forget()  # as above
+        context.drop(graph.tape, why=GRADIENT_WITHIN)
+        raise BackwardUnavailable(f"{context.name!r} was replayed from a graph, but {GRADIENT_WITHIN}")
     if not ticket.current:
         raise BackwardUnavailable(
             f"the values that {context.name!r} saved for this backward were overwritten by a later call, after a first "

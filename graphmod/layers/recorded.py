@@ -20,6 +20,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from types import CodeType, FrameType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -28,9 +29,9 @@ from torch.autograd.graph import Node, get_gradient_edge
 from graphmod.errors import CaptureRefused
 from graphmod.guards.changes import Change, all_changes, line_of
 from graphmod.guards.guards import Guards
-from graphmod.guards.hooks import has_hooks_of_others
+from graphmod.guards.hooks import has_hooks_of_others, is_ours
 from graphmod.guards.notes import Notes
-from graphmod.layers.uses import nodes_behind
+from graphmod.layers.uses import nodes_behind, used_inside
 from graphmod.reads.backwards import begin, mark
 from graphmod.signature.call import Call
 from graphmod.step.context import Context
@@ -55,6 +56,11 @@ _GRADIENT = (
 _BETWEEN = (
     "runs Python in its backward after gradient hooks of its parameters, which a replay would run when all is done; "
     "capture the whole step"
+)
+GRADIENT_WITHIN = (
+    "the gradient of a result from which another result is computed is asked for (register_hook, retain_grad, "
+    "torch.autograd.grad), and a replay gives only what comes from code outside; run this part eagerly: graph=none, "
+    "ungraph(model), or call the module as .module"
 )
 NO_GRAD_OF_PARTS = (
     "its backward can only run as part of a plain .backward() ({}), and a capture asks for gradients; checkpoint with "
@@ -157,7 +163,8 @@ class BackwardOfCall:
         self.gpu = next((tensor.get_device() for tensor in outputs if tensor.is_cuda), None)
         nodes, accumulators = _nodes_of(call, outputs)
         made = [tensor for tensor in outputs if tensor.grad_fn in nodes]
-        self.given = [False] * len(made)
+        self.given, self._went_on = [False] * len(made), [False] * len(made)
+        self._inside = used_inside(made, nodes)
         for node in nodes:
             mark(node, self)
         for node in accumulators:
@@ -171,6 +178,8 @@ class BackwardOfCall:
 
         def come(_: Tensor) -> None:
             self.given[index] = True
+            if index in self._inside and asks_for_gradient(result, first.hooks_dict_ref, before):
+                self.refused.append(GRADIENT_WITHIN)
             begin(self)
             if torch.is_grad_enabled():
                 self.refused.append(DIFFERENTIATED_AGAIN)
@@ -179,7 +188,7 @@ class BackwardOfCall:
             self.beside = not self.over
 
         def inside(_: Any) -> None:
-            self.beside = False
+            self.beside, self._went_on[index] = False, True
 
         first = tensor.register_hook(come)
         hooks: Any = tensor._backward_hooks
@@ -187,6 +196,7 @@ class BackwardOfCall:
         hooks.clear()  # autograd goes by the order of insertion, whatever `move_to_end` does
         hooks.update([known[-1], *known[:-1]])
         self._handles += [first, tensor.register_hook(outside), tensor.grad_fn.register_prehook(inside)]
+        result, before = ref(tensor), _of_others(hooks)
 
     def _watch_parameter(self, node: Any) -> None:
         """Watches for the gradient of a parameter, which a node accumulates."""
@@ -227,7 +237,24 @@ class BackwardOfCall:
         self.over = True
         for handle in self._handles:
             handle.remove()
+        if any(self.given[index] and not self._went_on[index] for index in self._inside):
+            self.refused.append(GRADIENT_WITHIN)  # by torch.autograd.grad
         self._finish(self)
+
+
+def asks_for_gradient(result: ref, hooks: ref, before: int = 0) -> bool:
+    """Whether somebody asks for the gradient of a result that may be gone by now.
+
+    Args:
+        hooks: its gradient hooks.
+        before: how many of others it had when it was returned.
+    """
+    there = result()
+    return _of_others(hooks() or {}) > before or (there is not None and there.retains_grad)
+
+
+def _of_others(hooks: dict[int, Any]) -> int:
+    return sum(not is_ours(hook) for hook in hooks.values())
 
 
 def record_backward(context: Context, entry: Entry, recording: Recording, call: Call) -> None:

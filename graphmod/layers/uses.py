@@ -48,6 +48,12 @@ def nodes_behind(
                 queue.append(following)
 
 
+def used_inside(results: Sequence[Tensor], nodes: Iterable[Node]) -> list[int]:
+    """The places of those results of a call from which it has computed others; `nodes` are those that it made."""
+    edges = {edge for node in nodes for edge in node.next_functions}
+    return [place for place, result in enumerate(results) if (result.grad_fn, result.output_nr) in edges]
+
+
 def uses_of(edges: Mapping[int, GradientEdge], outputs: Sequence[Tensor]) -> dict[int, Uses]:
     """Where the gradients of some tensors come from, in the autograd graph of `outputs`.
 

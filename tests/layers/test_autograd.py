@@ -214,6 +214,60 @@ def test_backward_into_a_chosen_input_leaves_parameters_alone(device):
     play(mlp, step, device)
 
 
+class Within(nn.Module):
+    """Returns what it has computed its other result from."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.first, self.second = mlp(device), nn.Linear(8, 8).to(device)
+
+    def forward(self, x):
+        within = self.first(x)
+        return self.second(within.tanh()), within
+
+
+ASKS = {
+    "nobody": lambda side, loss, within: None,
+    "register_hook": lambda side, loss, within: within.register_hook(lambda grad: side.note(grad=grad) or grad * 0.5),
+    "retain_grad": lambda side, loss, within: within.retain_grad(),
+    "autograd.grad": lambda side, loss, within: side.note(
+        grad=torch.autograd.grad(loss, within, retain_graph=True, allow_unused=True)[0]
+    ),
+}
+
+
+def asks_within(kind, first, used):
+    def step(side, i):
+        output, within = side.call(side.batch(i, 4, 8))
+        loss = loss_of(output) + (loss_of(within) if used else 0)
+        if i >= first:
+            ASKS[kind](side, loss, within)
+        loss.backward()
+        side.note(within=within.grad if within.retains_grad else None)
+        update(side)
+
+    return step
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["alone", "used outside"])
+@pytest.mark.parametrize("kind", ASKS)
+def test_who_asks_for_the_gradient_of_a_result_between_others_gets_all_of_it(kind, used, device):
+    graphed, _ = play(Within, asks_within(kind, 0, used), device)
+    said = "gradient of a result from which another result is computed" in graphed.graphs[0].last_failure
+    assert said == (kind != "nobody") and (graphed.graphs[0].stats.state == "captured") == (kind == "nobody")
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "retain_grad"])
+def test_who_asks_for_the_gradient_of_such_a_result_after_replays_gets_an_error(kind, device):
+    with pytest.raises(GraphmodError, match="gradient of a result from which another result is computed"):
+        play(Within, asks_within(kind, 6, True), device)
+
+
+@pytest.mark.xfail(reason="autograd does not come to the graph for it", strict=True)
+def test_autograd_grad_that_begins_later_for_such_a_result_gives_a_part(device):
+    play(Within, asks_within("autograd.grad", 6, True), device)
+
+
 def test_a_gradient_of_a_gradient_is_a_clear_error(device):
     def step(side, i):
         x = side.batch(i, 4, 8).requires_grad_()
