@@ -323,6 +323,8 @@ def between_calls(key: Any, was: Any, now: Any, optimizer: torch.optim.Optimizer
         return f"keep it fixed, or keep the step() of this {type(optimizer).__name__} outside of the captured call"
     if number:
         return _TENSOR
+    if isinstance(was, Tensor) and isinstance(now, Tensor):
+        return IN_PLACE
     return _FIXED if is_plain(was) and is_plain(now) else ""
 
 

@@ -350,7 +350,8 @@ class Guards:
             if getattr(tensor, name) is not inner:
                 return f"{name} of a {type(tensor).__name__} it reads is another"
         if list(map(_data_ptr, self.staying)) != self._addresses:
-            return f"{self._named(self.staying, self._addresses, _data_ptr)} has moved to another address"
+            named = self._named(self.staying, self._addresses, _data_ptr)
+            return f"{named} has moved to another address; change it in place (copy_), not its memory (.data = ...)"
         other = None if self._alike is not None and self._alike(*self.tensors) else self._of_other_form()
         if other is not None:
             return other

@@ -387,7 +387,7 @@ def an_import_inside_whose_finders_keep_count():
 
 
 @says(
-    ["'Sequential' runs eagerly: 'weight', a tensor it reads, has moved to another address. It is recorded anew"],
+    ["'Sequential' runs eagerly: 'weight', a tensor it reads, has moved to another address; change it in place"],
     ["'Sequential' stays eager", "with hardly a replay in between, because 'weight'", "force_enable() tries again"],
 )
 def weights_that_are_exchanged():
@@ -398,6 +398,22 @@ def weights_that_are_exchanged():
             held.append(model[0].weight.data)
             model[0].weight.data = model[0].weight.data.clone()
             graphed(torch.randn(4, 8))
+
+
+@says(
+    ["'center' is another Tensor than when it was recorded", "in centers)", "change it in place (copy_, add_)"],
+    ["'centers' stays eager", "with hardly a replay in between, because 'center'"],
+)
+def a_buffer_that_is_exchanged_between_calls():
+    model = mlp(CPU)
+    model.register_buffer("center", torch.zeros(8))
+
+    def centers(x):
+        return (model(x) - model.center).detach()
+
+    graphed = CUDAGraphModule(centers, config())
+    for _ in range(40):
+        model.center = 0.9 * model.center + 0.1 * graphed(torch.randn(4, 8)).mean(0)
 
 
 def place_of(mark):
