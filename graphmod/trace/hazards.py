@@ -87,7 +87,9 @@ def hazard(operation: str, lines: Lines, reason: Reason, on_gpu: bool) -> Hazard
     if lines.optimizer is None:
         of_library = (lines.library or "").startswith
         known = (remedy for part, remedy in _REMEDIES_IN.items() if reason is _READ and of_library(part))
-        return Hazard(operation, lines, reason.effect, next(known, reason.remedy))
+        of_autograd = lines.backward and lines.user is None and reason.kept == "result"
+        remedy = _OF_AUTOGRAD if of_autograd else reason.remedy
+        return Hazard(operation, lines, reason.effect, next(known, remedy))
     name = type(lines.optimizer).__name__
     effect = f"the step of {name} reads or changes values on the host, such as its step count or learning rate, which "
     return Hazard(operation, lines, effect + "no replay would do", _remedy_for(lines.optimizer, on_gpu))
@@ -106,6 +108,7 @@ def _remedy_for(optimizer: torch.optim.Optimizer, on_gpu: bool) -> str:
     return f"build {type(optimizer).__name__} with {flags}{rate}, or {outside}"
 
 
+_OF_AUTOGRAD = "put others in place of the operation whose backward that is (prod and cumprod look for zeros in theirs)"
 # What the user of a library can do about code of it that reads values on the host.
 _REMEDIES_IN = {
     f"{_PACKAGES}/transformers/masking_utils.py": "pass no attention_mask where nothing is padded, or load the "

@@ -30,7 +30,7 @@ class Lines(NamedTuple):
     Attributes:
         user: file:line and function of the user's code; None in a backward, unless a function of the user's runs there.
         library: file:line and function of the library's code that the user's had called; None where the user's code
-            called the operation itself.
+            called the operation itself. Of a backward without Python, the node of autograd that runs.
         backward: whether a backward pass runs.
         optimizer: the optimizer in whose `step` it was called.
     """
@@ -110,7 +110,8 @@ def location_of(error: BaseException) -> str | None:
 
 def lines() -> Lines:
     """Where the operation that is under way was called."""
-    backward = current_node() is not None
+    node = current_node()
+    backward = node is not None
     user = library = optimizer = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -129,4 +130,6 @@ def lines() -> Lines:
             user = location(code, frame.f_lineno)
             break
         frame = frame.f_back
+    if node is not None and user is None:
+        library = library or node.name()
     return Lines(user, library, backward, optimizer)
