@@ -12,7 +12,7 @@ import contextlib
 import inspect
 import sys
 from collections import UserDict
-from collections.abc import Callable, Iterator, KeysView
+from collections.abc import Callable, ItemsView, Iterator, KeysView
 from typing import Any
 
 from torch import nn
@@ -40,6 +40,9 @@ class _Found:
     def append(self, item: Any) -> None:
         self.items.append(item)
 
+    def extend(self, items: list) -> None:
+        self.items += items
+
     def __len__(self) -> int:
         return self.before + len(self.items)
 
@@ -60,6 +63,9 @@ class Collector:
 
     def keys(self) -> KeysView[str]:
         return self._found.keys()
+
+    def items(self) -> ItemsView[str, _Found]:
+        return self._found.items()
 
     def __getitem__(self, kind: str) -> _Found:
         return self._found[kind]

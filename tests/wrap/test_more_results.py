@@ -9,6 +9,8 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -60,8 +62,8 @@ def trained(make, asked, how, device):
         return loss.detach(), [one.detach() for one in found]
 
     run, wrapped = step, []
-    if how == "layers":
-        wrapped = graph_layers(model, config())
+    if how in ("layers", "body"):
+        wrapped = graph_layers(model, config(body=how == "body"))
     if how == "step":
         run = CUDAGraphModule(step, config())
         wrapped = [run]
@@ -69,7 +71,7 @@ def trained(make, asked, how, device):
     seen = [torch.stack([loss, *(one.sum() for one in found)]).tolist() for loss, found in map(run, given)]
     replays = [one.stats.replays for one in wrapped]
     assert model(input_ids=given[0]).logits.isfinite().all()  # nothing is asked for
-    if how == "layers":
+    if how in ("layers", "body"):
         ungraph(model)
     after = model(input_ids=given[0], **asked)
     return seen, [*model.parameters(), after.logits], replays
@@ -83,6 +85,23 @@ def test_it_is_captured_and_the_same(asked, how, device):
     assert seen == expected
     assert all(map(torch.equal, found, weights))
     assert min(replays) > 0
+
+
+def bert_in_checkpoints():
+    sizes = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
+    model = BertForMaskedLM(BertConfig(**sizes))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def test_layers_collect_in_a_body_that_collects_and_runs_eagerly(device):
+    """The body is refused, since its checkpoints draw; what its layers collect goes to the collector of its own."""
+    asked = {"output_hidden_states": True}
+    expected, weights, _ = trained(bert_in_checkpoints, asked, "eager", device)
+    seen, found, (of_body, *of_layers) = trained(bert_in_checkpoints, asked, "body", device)
+    assert seen == expected
+    assert all(map(torch.equal, found, weights))
+    assert of_body == 0 < min(of_layers)
 
 
 def test_what_was_collected_before_an_error_is_not_handed_on_later(device):
