@@ -40,7 +40,8 @@ NOT_REPLAYED = "which a replay would not do"
 KEEP = "keep it in a tensor that is changed in place, or pass it as an argument"
 KEEP_TENSORS = "bind tensors instead, detached, or a new list, dict or plain object of such"
 DETACH = (
-    "bind it detached. Of weight_norm and spectral_norm, torch.nn.utils.parametrizations has some that bind nothing"
+    "return it, bind it detached, or capture the whole step with its backward. Of weight_norm and spectral_norm, "
+    "torch.nn.utils.parametrizations has some that bind nothing"
 )
 IN_PLACE = "change it in place (copy_, add_), or pass it as an argument"
 KEEP_ITEMS = "do that after the call, with what the call returns"

@@ -316,7 +316,7 @@ def test_what_a_call_leaves_as_it_was_is_captured(name, device):
     [
         ("attribute set to a new tensor, and the old one told apart", "change it in place (copy_, add_)"),
         ("bound to an object of C", "bind tensors instead"),
-        ("bound to a tensor whose backward may come", "bind it detached"),
+        ("bound to a tensor whose backward may come", "return it, bind it detached, or capture the whole step"),
     ],
 )
 def test_what_is_bound_and_keeps_a_call_eager_is_told_with_what_helps(name, remedy, device):
