@@ -44,7 +44,7 @@ from graphmod.signature.modes import FOREIGN, changed_mode, key_reader
 from graphmod.step.dispatch import STALE
 from graphmod.step.eager_parts import RecordedParts
 from graphmod.step.found_parts import Methods
-from graphmod.step.recording import BACKWARD_OUTSIDE, late_hazards, record_reads
+from graphmod.step.recording import BACKWARD_OUTSIDE, keep_as_found, late_hazards, record_reads
 from graphmod.step.results import bind, not_returned, not_to_be_made_again, outline
 from graphmod.step.surroundings import Surroundings
 from graphmod.torch_private import current_node
@@ -147,6 +147,7 @@ class Part:
         methods = self._methods
         how: dict[str, Any] = {"methods": methods, "follows": True, "earlier": self._earlier}
         recorder, notes, given = record_reads(call, gpu, self.root, before_collective=self._before_collective, **how)
+        self._add_said(keep_as_found(call, notes))
         result = call.result
         changed = given.changed()
         bound, _ = bind(notes, result, recorder)

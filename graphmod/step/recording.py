@@ -121,11 +121,8 @@ def record(
     refused = str(recorder.hazards[0]) if recorder.hazards else None
     refused = refused or (BACKWARD_OUTSIDE if recorder.unfinished else None)
     refused = refused or given.changed() or given.returned(call.result)
-    kept = _returned_as_found(call.result, notes)
-    if call.result.differentiable and any(Flat(one).leaves for one in kept):
-        refused = refused or RETURNED_AS_FOUND
-    elif kept:
-        call.result = Flat(call.result.value, kept=kept)
+    otherwise = keep_as_found(call, notes)
+    refused = refused or otherwise
     bound, whole = bind(notes, call.result, recorder)
     returned = outline(whole)
     refused = refused or not_to_be_made_again(returned[0])
@@ -174,11 +171,17 @@ def late_hazards(call: Call, recorder: Recorder, notes: Notes) -> list[Hazard]:
     return found
 
 
-def _returned_as_found(result: Flat, notes: Notes) -> list[Any]:
-    """The containers in a result that can be changed, and that were there before the call."""
-    parts = (part[1] for part in result.seen.values() if part.__class__ is tuple)
+def keep_as_found(call: Call, notes: Notes) -> str | None:
+    """Has each replay return the containers in a call's result that can be changed, and were there before it, as they
+    are. Returns why it could not."""
+    parts = (part[1] for part in call.result.seen.values() if part.__class__ is tuple)
     containers = {identity(one) for one in parts if not isinstance(one, (tuple, frozenset))}
-    return [one for one in _found(notes) if identity(one) in containers] if containers else []
+    kept = [one for one in _found(notes) if identity(one) in containers] if containers else []
+    if call.result.differentiable and any(Flat(one).leaves for one in kept):
+        return RETURNED_AS_FOUND
+    if kept:
+        call.result = Flat(call.result.value, kept=kept)
+    return None
 
 
 def _found(notes: Notes, given: Collection[int] = ()) -> Iterator[Any]:

@@ -409,6 +409,22 @@ def test_methods_are_not_told_where_more_than_these_keeps_the_step_eager():
     assert not report.captured and not report.eager_if_set
 
 
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_container_that_was_there_is_a_result_as_for_a_wrapper(trains):
+    linear, held = nn.Linear(8, 8), [torch.ones(3)]
+
+    def step(x):
+        y = linear(x)
+        return held, y if trains else y.detach()
+
+    wrapper, report = CUDAGraphModule(step), graphmod.check(step, X)
+    for _ in range(8):
+        wrapper(X)
+    assert report.captured is (wrapper.stats.replays > 0) is not trains
+    if trains:
+        assert "returns a container of tensors that was there before the call" in only(report).effect
+
+
 def test_results_and_arguments_that_no_replay_makes_are_hazards():
     class Odd:
         pass
