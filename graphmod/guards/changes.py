@@ -176,18 +176,18 @@ def all_changes(notes: Notes, bound: Collection[Note] = ()) -> Iterator[Change]:
         yield Change(f"takes items from a {kind}", lines_of(where), KEEP_ITERATOR)
     for effect, where in notes.chance.drawn():
         yield Change(effect, lines_of(where), DRAW)
-    replaced, kept_by = replacements(notes), keepers(notes)
+    kept_by = keepers(notes)
     told: set[int] = set()
     for note in sorted(notes.notes.values(), key=lambda note: not issubclass(type(note.owner), SCHEDULERS)):
         if known and note.place in known:
             continue
-        if id(note.owner) not in replaced and note.changed() and not issubclass(type(note.now()), Recorder):
+        if note.changed() and not issubclass(type(note.now()), Recorder):
             told.add(id(note.owner))
             yield _change_of(note, kept_by.get(id(note.owner)))
     yield from _changed_tensors(notes, {id(note.owner) for note in bound if isinstance(note.container, Data)})
     yield from _kept_locks(notes)
     for value, items, where in notes.contents.values():
-        if id(value) not in replaced and id(value) not in told and not same_content(items, content_now(value)):
+        if id(value) not in told and not same_content(items, content_now(value)):
             keeper = kept_by.get(id(value))
             if isinstance(value, Answer):
                 effect = _changes(value.of, items[0], content_now(value)[0])
@@ -245,19 +245,6 @@ def _changed_tensors(notes: Notes, known: Collection[int]) -> Iterator[Change]:
 
 def _of(keeper: Any) -> str:
     return "" if keeper is None else f" of {type(keeper).__name__}"
-
-
-def replacements(notes: Notes) -> dict[int, Any]:
-    """Containers (by identity) in whose place the call put another with the same content -> that other. One that the
-    call changed before is none of them: somebody else may hold it, and a replay would leave it as it is."""
-    found = {}
-    for note in notes.notes.values():
-        if note.items is not None:
-            before, now = note.before(), note.now()
-            exchanged = before is not now and type(before) is type(now) and not note.changed()
-            if exchanged and same_content(note.items, content_now(before)):
-                found[id(before)] = now
-    return found
 
 
 # -- what helps -------------------------------------------------------------------------------------------------------

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.errors import BackwardUnavailable
-from graphmod.guards.changes import differs, line_of, name_of, replacements
+from graphmod.guards.changes import differs, line_of, name_of
 from graphmod.guards.compiled import modes
 from graphmod.guards.hooks import HookWatch
 from graphmod.guards.notes import Note, Notes, form
 from graphmod.guards.values import (
-    CONTAINERS,
+    HOLDERS,
     MISSING,
     Answer,
     Cell,
@@ -39,6 +39,7 @@ from graphmod.guards.values import (
     same,
     same_content,
     same_plain,
+    within,
 )
 from graphmod.ranks.fully_shard import as_in_forwards
 from graphmod.torch_private import alike, is_traceable_wrapper_subclass
@@ -50,6 +51,7 @@ _is, _getitem, _call = operator.is_, operator.getitem, operator.call
 _get = dict.get  # runs no `__missing__`
 _flat = chain.from_iterable
 _NAMED = (dict, types.MappingProxyType)  # where something comes only if there is more of it
+_OTHERS = "objects it reads are others each time one looks"
 _MOST_LEVELS = 16  # of containers in containers, each in the place of an equal one
 _FLAT = (list, deque, dict)  # whose items are compared one by one
 _BUILT_IN = (*_FLAT, set, OrderedDict, defaultdict)  # other classes may answer otherwise
@@ -82,19 +84,25 @@ class Contents:
 
     Args:
         found: `(container, line that read it)`.
+
+    Attributes:
+        exchanged: containers inside of these, and the equal ones that were found in their place.
     """
 
     def __init__(self, found: list[tuple[Any, tuple]]) -> None:
         self.found = found
+        self.exchanged: list[tuple[Any, Any]] = []
         self.optimizers: dict[int, Any] = {}  # by identity of the containers that hold their settings
         self.refresh()
 
-    def replace(self, was: Any, there: Any) -> None:
-        """Goes on with a container that has taken the place of another; it has to hold what that held then."""
-        self.found = [(there if one is was else one, where) for one, where in self.found]
+    def replace(self, exchanged: dict[int, tuple[Any, Any]]) -> None:
+        """Goes on with containers that have taken the place of others, by the identity of those; each has to hold what
+        the other held then."""
+        self.found = [(exchanged.get(id(one), (one, one))[1], where) for one, where in self.found]
         self._replaced = True
-        if id(was) in self.optimizers:
-            self.optimizers[id(there)] = self.optimizers[id(was)]
+        for was, there in exchanged.values():
+            if id(was) in self.optimizers:
+                self.optimizers[id(there)] = self.optimizers[id(was)]
 
     def refresh(self) -> None:
         """Takes what is there now for right."""
@@ -120,10 +128,15 @@ class Contents:
         return None
 
     def _compare(self) -> str | None:
+        exchanged: list[tuple[Any, Any]] = []
         for (value, where), items in zip(self.found, self._items, strict=True):
-            if not same_content(items, content_now(value)):
+            now = content_now(value)
+            if not same_content(items, now):
                 return self._difference(value, items, where)
-        self.refresh()  # equal values in the place of others
+            exchanged += [pair for pair in zip(items, now, strict=True) if pair[0] is not pair[1]]
+        self.exchanged = [pair for pair in exchanged if issubclass(type(pair[0]), HOLDERS)]
+        if not self.exchanged:
+            self.refresh()  # equal values in the place of others
         return None
 
     def _difference(self, value: Any, items: tuple, where: tuple) -> str:
@@ -161,6 +174,10 @@ class Contents:
         plain = ((value, items[0]) for value, items in pairs if isinstance(value, contextvars.ContextVar))
         return [(value, value.set(was)) for value, was in plain if was is not MISSING and is_plain(was)]
 
+    def items(self, but: Collection[int]) -> Iterator[Any]:
+        """All that is inside now, but for that of some containers, by identity."""
+        return _flat(content_now(value) for value, _ in self.found if id(value) not in but)
+
     def tensors(self) -> list[tuple[Any, Tensor]]:
         """The tensors inside, each with its container."""
         pairs = zip(self.found, self._items, strict=True)
@@ -190,13 +207,16 @@ def with_memory(tensors: Collection[Tensor]) -> list[Tensor]:
 
 
 class _Guard:
-    """A place that holds what it held when it was recorded, or by now an equal value, in an equal container."""
+    """A place that holds what it held when it was recorded, or by now an equal value, in an equal container.
+
+    The recorded call may have put an equal container there, which the first look finds.
+    """
 
     __slots__ = ("container", "note", "value")
 
     def __init__(self, note: Note) -> None:
         self.note, self.container = note, note.container
-        self.value = self.now()
+        self.value = self.now() if note.items is None else note.before()
         if issubclass(type(self.value), Tensor) and note.before() is self.value:
             note.hold()  # as others do: `torch.utils.swap_tensors` refuses what is held weakly
 
@@ -257,11 +277,8 @@ class Guards:
         self.carried = [place for place in self.bound if place.note.read]
         self.modules = list(notes.modules.values())
         self._hooks_of = [hooks for module in self.modules for kind in HOOKS if not (hooks := getattr(module, kind))]
-        replaced = replacements(notes)
-        self.contents = Contents(
-            [(replaced.get(id(value), value), where) for value, _, where in notes.contents.values()]
-        )
-        kept = [note for note in notes.notes.values() if id(note.owner) not in replaced]
+        self.contents = Contents([(value, where) for value, _, where in notes.contents.values()])
+        kept = list(notes.notes.values())
         called = set(map(id, self.modules))
         others = [note.owner for note in kept if isinstance(note.container, Kind) and id(note.owner) not in called]
         self._objects = [*self.modules, *(one for one in others if id(one) not in notes.weakly)]
@@ -387,7 +404,7 @@ class Guards:
             or self._come()
             or self.carries_otherwise()
             or ("hooks were added to a module in it" if any(self._hooks_of) else None)
-            or self.contents.changed()
+            or self._contents_changed()
             or (self._recompiles() if self._of_dynamo else None)
             or self._of_other_class()
         )
@@ -473,24 +490,76 @@ class Guards:
             if not others:
                 return None
             for place, now in others:
-                reason = self._compared(place, now)
-                if reason is not None:
-                    return reason
-        return "objects it reads are others each time one looks"
+                if not same(place.value, now):
+                    return self._differs(place, now)
+            reason = self._go_on([(place.value, now) for place, now in others])
+            if reason is not None:
+                return reason
+            for place, now in others:
+                place.value = now
+        return _OTHERS
 
-    def _compared(self, place: _Guard, there: Any) -> str | None:
+    def _differs(self, place: _Guard, there: Any) -> str:
         was, note = place.value, place.note
-        if not same(was, there):
-            self.exchanged = self.exchanged or not (is_plain(was) or is_plain(there))
-            optimizer = self._of_optimizer.get(id(note.owner))
-            return differs(name_of(note), note.key, was, there, note.where, optimizer)
-        if isinstance(was, CONTAINERS):  # go on with the equal one that has taken its place
-            for one in (*self._places, *self.bound):
-                one.container = there if one.container is was else one.container
-            self._without = [there if one is was else one for one in self._without]
-            self.contents.replace(was, there)
-        place.value = there
+        self.exchanged = self.exchanged or not (is_plain(was) or is_plain(there))
+        optimizer = self._of_optimizer.get(id(note.owner))
+        return differs(name_of(note), note.key, was, there, note.where, optimizer)
+
+    def _contents_changed(self) -> str | None:
+        for _ in range(_MOST_LEVELS):
+            reason = self.contents.changed()
+            exchanged, self.contents.exchanged = self.contents.exchanged, []
+            if reason is not None or not exchanged:
+                return reason
+            reason = self._go_on(exchanged)
+            if reason is None:
+                self.contents.refresh()
+                reason = self._other() or self._come()
+            if reason is not None:
+                return reason
+        return _OTHERS
+
+    def _go_on(self, exchanged: list[tuple[Any, Any]]) -> str | None:
+        """Goes on with equal containers that have taken the place of others, and with those in them. In words, what
+        was one container and is two: which of them stands for it nobody can tell."""
+        found: dict[int, tuple[Any, Any]] = {}
+        pairs = list(exchanged)
+        while pairs:
+            was, there = pairs.pop()
+            known = found.get(id(was))
+            if was is there or not issubclass(type(was), HOLDERS) or (known is not None and known[1] is there):
+                continue
+            if known is not None and not isinstance(was, _UNCHANGING):
+                return self._two(was)
+            found[id(was)] = was, there
+            pairs += zip(within(was), within(there), strict=False)
+        containers = (
+            *(place.container for place in (*self._places, *self.bound)),
+            *self._without,
+            *(one for one, _ in self.contents.found),
+        )
+        if found.keys().isdisjoint(map(id, containers)):
+            return None
+        held = [place for place in self._places if issubclass(type(place.value), HOLDERS)]
+        left = [place.now() for place in held if id(place.container) not in found]
+        left += self.contents.items(but=found)
+        seen: set[int] = set()
+        while left:
+            one = left.pop()
+            if issubclass(type(one), HOLDERS) and id(one) not in seen:
+                if id(one) in found and not isinstance(one, _UNCHANGING):
+                    return self._two(one)
+                seen.add(id(one))
+                left += within(one)
+        for place in (*self._places, *self.bound):
+            place.container = found.get(id(place.container), (None, place.container))[1]
+        self._without = [found.get(id(one), (None, one))[1] for one in self._without]
+        self.contents.replace(found)
         return None
+
+    def _two(self, was: Any) -> str:
+        self.exchanged = True
+        return f"one {type(was).__name__} that it reads in two places has become two"
 
     def _come(self) -> str | None:
         """What is where nothing was, in words."""

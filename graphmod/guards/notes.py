@@ -23,6 +23,7 @@ from graphmod.guards.values import (
     COMMON,
     CONTAINERS,
     HELD_BY_MODULE,
+    HOLDERS,
     INERT,
     MISSING,
     OBJECT,
@@ -111,7 +112,7 @@ def geometry(tensor: Tensor) -> tuple:
     return (where, tensor.size(), tensor.stride(), tensor.dtype, tensor.requires_grad)
 
 
-_HELD = (nn.Module, type, *CONTAINERS, nn.Parameter, types.ModuleType)
+_HELD = (nn.Module, type, *HOLDERS, nn.Parameter, types.ModuleType)
 
 
 def form(value: Any) -> tuple | None:
@@ -326,7 +327,7 @@ class Note:
         elif self._weak_owner and type(container) in (Data, InC, Kind, Slots):
             self._container, self._view = None, type(container)
         self._value, self._weak_value = _held(there)
-        self.items = content(there) if issubclass(kind, CONTAINERS) else None
+        self.items = content(there) if issubclass(kind, HOLDERS) else None
         self.read, self.form = True, form(there)
         self.where_it_lay = address(there) if issubclass(kind, Tensor) else 0
 

@@ -316,6 +316,8 @@ _SEQUENCES = (list, tuple, deque)
 _SETS = (set, frozenset)
 _MAPPINGS = (dict, types.MappingProxyType)
 CONTAINERS = (*_SEQUENCES, *_SETS, *_MAPPINGS)
+HOLDERS = (*CONTAINERS, functools.partial)
+"""Kinds of values that count by what is in them."""
 _OF_CTYPES = ctypes.Structure.__bases__
 POINTER: type = ctypes.POINTER(ctypes.c_int).__bases__[0]
 """The class of all pointers of ctypes."""
@@ -549,6 +551,11 @@ def content_now(value: Any) -> tuple:
         return (MISSING,)
 
 
+def within(value: Any) -> tuple:
+    """What is inside one of `HOLDERS`."""
+    return (value.func, value.args, value.keywords) if isinstance(value, functools.partial) else content_now(value)
+
+
 def behind(pointer: Any, index: int = 0) -> Any:
     """What a pointer of ctypes leads to, as bytes: `pointer[index]`."""
     return _bytes_of(pointer[index] if index else pointer.contents)
@@ -650,12 +657,9 @@ def same(one: Any, other: Any, depth: int = _DEPTH) -> bool:
         return one.__func__ is other.__func__ and one.__self__ is other.__self__
     if kind is types.BuiltinMethodType:
         return one.__self__ is other.__self__ and one.__name__ == other.__name__
-    if issubclass(kind, functools.partial):
-        parts = ((part.func, part.args, part.keywords) for part in (one, other))
-        return depth > 0 and all(same(a, b, depth - 1) for a, b in zip(*parts, strict=True))
-    if depth and issubclass(kind, CONTAINERS):
-        return same_content(content_now(one), content_now(other), depth - 1)
-    return False
+    if not depth or not issubclass(kind, HOLDERS) or dict_of(one) or dict_of(other):
+        return False
+    return same_content(within(one), within(other), depth - 1)
 
 
 def same_plain(one: Any, other: Any) -> bool:

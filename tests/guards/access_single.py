@@ -235,6 +235,74 @@ __lt__ of a list
 """
 
 SINGLE = """
+equal list that the call has put there
+    h = types.SimpleNamespace(l=[2.0])
+    = q = h.l[0]
+    = h.l = [2.0]
+    = q
+    > h.l[0] = 6.0
+    < h.l[0] = 2.0
+
+equal list in a list
+    l = [[2.0]]
+    = sum(q[0] for q in l)
+    > l[0] = [2.0]
+    < l[0][0] = 6.0
+
+equal list in a tuple
+    h = types.SimpleNamespace(t=([2.0],))
+    = h.t[0][0]
+    > h.t = ([2.0],)
+    < h.t[0][0] = 6.0
+
+equal list of a context variable
+    v = contextvars.ContextVar('v', default=[2.0])
+    = v.get()[0]
+    > v.set([2.0])
+    < v.get()[0] = 6.0
+
+equal list of a partial
+    p = functools.partial(named, a=[2.0])
+    = p()[0]
+    > p.keywords['a'] = [2.0]
+    < p.keywords['a'][0] = 6.0
+
+equal partial
+    h = types.SimpleNamespace(p=functools.partial(named, a=2.0))
+    = h.p()
+    > h.p = functools.partial(named, a=2.0)
+    < h.p.keywords['a'] = 6.0
+
+equal dict of dicts
+    h = types.SimpleNamespace(d={'a': {'b': 2.0}})
+    = sum(q['b'] for q in h.d.values())
+    > h.d = {'a': {'b': 2.0}}
+    < h.d['a']['b'] = 6.0
+
+equal defaults
+    def f(a=[2.0]): return a[0]
+    = f()
+    > f.__defaults__ = ([2.0],)
+    < f.__defaults__[0][0] = 6.0
+
+equal list in one of two places
+    h = types.SimpleNamespace()
+    h.a = h.b = [2.0]
+    = h.a[0] + 10 * h.b[0]
+    > h.a = [2.0]
+    < h.b[0] = 6.0
+
+equal list with another attribute
+    class L(list): pass
+    def made(k):
+        l = L([1.0])
+        l.k = k
+        return l
+    h = types.SimpleNamespace(l=made(2.0))
+    = h.l.k * h.l[0]
+    > h.l = made(6.0)
+    < h.l = made(2.0)
+
 indices of a part of a data set
     from torch.utils.data import Subset
     d = Subset([2.0, 6.0], [0])
