@@ -17,6 +17,7 @@ from graphmod.errors import BackwardUnavailable
 from graphmod.guards.hooks import has_gradient_hooks, without_gradient_hooks
 from graphmod.layers.capture import capture_backward
 from graphmod.layers.graph import BackwardGraph, GradientsExchanged, LayerGraph, Outvoted, Ticket, changed_in_place
+from graphmod.layers.group import LayerGroup
 from graphmod.layers.recorded import DIFFERENTIATED_AGAIN, GRADIENT_WITHIN, asks_for_gradient
 from graphmod.layers.uses import compare_sums
 from graphmod.ranks.agreement import Choice, LateRanks
@@ -102,8 +103,9 @@ def run_backward(ticket: Ticket, grads: tuple[Tensor | None, ...]) -> Sequence[T
             "run this part eagerly: graph=none, ungraph(model), or call the module as .module"
         )
     if any(starmap(asks_for_gradient, ticket.inside)):
-        graph.recording.its_backward.forget()  # as above
-        context.drop(graph.tape, why=GRADIENT_WITHIN)
+        for other in [one.graph for one in _in_flight(graph.group) if any(starmap(asks_for_gradient, one.inside))]:
+            other.recording.its_backward.forget()  # as above
+            other.context.drop(other.tape, why=GRADIENT_WITHIN)
         raise BackwardUnavailable(f"{context.name!r} was replayed from a graph, but {GRADIENT_WITHIN}")
     if not ticket.current:
         raise BackwardUnavailable(
@@ -231,15 +233,22 @@ def _hand_out(known: BackwardGraph, ticket: Ticket) -> list[Tensor | None]:
 def _used_later(ticket: Ticket) -> set[int]:
     """The identities of the parameters whose gradients other forwards still to come in this very backward add to."""
     found: set[int] = set()
-    for arena in ticket.graph.group.arenas:
-        for other in arena.active.owners if arena.active is not None else ():
-            there = other.ticket() if isinstance(other, LayerGraph) and other.ticket is not None else None
-            if there is None or there is ticket or there.done or not there.current or there.node is None:
-                continue
-            node = there.node()
-            if node is not None and will_run(node):
-                found |= {id(parameter) for parameter in other.parameters}
+    for there in _in_flight(ticket.graph.group):
+        if there is ticket or there.done or not there.current or there.node is None:
+            continue
+        node = there.node()
+        if node is not None and will_run(node):
+            found |= {id(parameter) for parameter in there.graph.parameters}
     return found
+
+
+def _in_flight(group: LayerGroup) -> Iterator[Ticket]:
+    """The last forward of each graph of the present passes, if its backward may still come."""
+    for arena in group.arenas:
+        for graph in arena.active.owners if arena.active is not None else ():
+            there = graph.ticket() if isinstance(graph, LayerGraph) and graph.ticket is not None else None
+            if there is not None:
+                yield there
 
 
 def _wanted(parameter: Tensor) -> bool:

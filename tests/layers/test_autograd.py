@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from graphmod import CUDAGraphModule, GraphmodError
+from graphmod import CUDAGraphModule, GraphmodError, graph_layers
 from graphmod.train.activations import kept_draws
 from tests.support.harness import config, layered, loss_of, mlp, play, twins, two, wrapped
 
@@ -261,6 +261,22 @@ def test_who_asks_for_the_gradient_of_a_result_between_others_gets_all_of_it(kin
 def test_who_asks_for_the_gradient_of_such_a_result_after_replays_gets_an_error(kind, device):
     with pytest.raises(GraphmodError, match="gradient of a result from which another result is computed"):
         play(Within, asks_within(kind, 6, True), device)
+
+
+def test_all_layers_learn_of_it_by_one_error(device):
+    model = nn.ModuleDict({"layers": nn.ModuleList(Within(device) for _ in range(2))})
+    graphed, raised = graph_layers(model, config(), layers="layers.*"), 0
+    for i in range(12):
+        first, *within = model["layers"][0](torch.randn(4, 8, device=device))
+        second, *more = model["layers"][1](first)
+        for one in (*within, *more) if i > 5 else ():
+            one.retain_grad()
+        try:
+            loss_of(second).backward()
+        except GraphmodError:
+            raised += 1
+        model.zero_grad()
+    assert raised == 1 and min(wrapper.stats.replays for wrapper in graphed) > 0
 
 
 @pytest.mark.xfail(reason="autograd does not come to the graph for it", strict=True)
