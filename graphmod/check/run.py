@@ -36,12 +36,13 @@ from graphmod.guards.guards import Guards
 from graphmod.guards.hooks import without_gradient_hooks
 from graphmod.guards.notes import Notes
 from graphmod.guards.values import Cell, describe, dict_of, is_plain
-from graphmod.layers.recorded import BackwardOfCall, for_plain_backwards
+from graphmod.layers.context import refused_with_backward
+from graphmod.layers.recorded import BackwardOfCall
 from graphmod.ranks.data_parallel import Borrowed
 from graphmod.signature.call import Call
 from graphmod.signature.flattening import unrepeatable
 from graphmod.signature.modes import FOREIGN, changed_mode, key_reader
-from graphmod.step.dispatch import STALE
+from graphmod.step.dispatch import PARTS_OF_RANKS, STALE
 from graphmod.step.eager_parts import RecordedParts
 from graphmod.step.found_parts import Methods
 from graphmod.step.recording import BACKWARD_OUTSIDE, keep_as_found, late_hazards, record_reads
@@ -160,6 +161,8 @@ class Part:
         assert isinstance(parts, RecordedParts), "made by record_reads"
         self._add_said(parts.finish(recorder, bool(result.differentiable)))
         self.eager = list(map(str, parts.made))
+        if self.eager and self._before_collective is not None and recorder.collectives:
+            self._add_said(PARTS_OF_RANKS)
         known = methods.found
         if (recorder.hazards or changes) and not result.differentiable:
             methods.learn(recorder, "")
@@ -188,15 +191,15 @@ class Part:
         if not_averaged is not None:
             self._add("DistributedDataParallel", not_averaged, "use its defaults, or call it without graphs")
         if result.differentiable:
-            self._record_backward(call, gpu)
+            self._record_backward(call, gpu, recorder.random, recorder.collectives > 0)
         return result.value
 
-    def _record_backward(self, call: Call, gpu: int | None) -> None:
+    def _record_backward(self, call: Call, gpu: int | None, random: bool, communicates: bool) -> None:
         """Differentiates the result as the capture of a backward does: gradients come out, and nothing takes them."""
         outputs, leaves = call.result.differentiable, call.leaves
-        plain = for_plain_backwards(call)
-        if plain is not None:
-            self._add_said(plain, backward=True)
+        why = refused_with_backward(call, self.guards[-1], random, communicates)
+        if why is not None:
+            self._add_said(why, backward=True)
             return
         grads = [torch.ones_like(tensor) for tensor in outputs]
         if self._loss is not None:

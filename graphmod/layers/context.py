@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphmod.guards.guards import Guards
 from graphmod.guards.hooks import several_hooks
 from graphmod.layers.autocast import Block, as_it_is, block_of_now, casts_of_its_own, learn_casts, shares_casts
 from graphmod.layers.graph import DRAWN_BEFORE, DRAWS, LayerGraph, Ticket, inputs_drawn_anew
@@ -33,6 +34,20 @@ COMMUNICATES = (
     "communicates with other processes to collect its parameters (fully_shard), and so does its backward, which is no "
     "part of the call; wrap the whole step"
 )
+
+
+def refused_with_backward(call: Call, guards: Guards, random: bool, communicates: bool) -> str | None:
+    """Why a call that was made is not to be captured with a backward outside of it; None where it may be.
+
+    Args:
+        guards: what its code read.
+        random, communicates: whether it drew random numbers; whether other processes took part in it.
+    """
+    if random and inputs_drawn_anew() is not None:
+        return DRAWS
+    if communicates and call.result.differentiable and reads_parts(guards.tensors):
+        return COMMUNICATES
+    return for_plain_backwards(call)
 
 
 class EagerCall:
@@ -153,11 +168,7 @@ class LayerContext(Context):
 
     def refuses(self, call: Call, recording: Recording) -> str | None:
         recording.its_backward = RecordedBackward()
-        if recording.random and inputs_drawn_anew() is not None:
-            return DRAWS
-        if recording.communicates and call.result.differentiable and reads_parts(recording.guards.tensors):
-            return COMMUNICATES
-        return for_plain_backwards(call)
+        return refused_with_backward(call, recording.guards, recording.random, recording.communicates)
 
     def learn_uses(self, entry: Entry, call: Call, recording: Recording) -> None:
         learn_uses(self, entry, call)

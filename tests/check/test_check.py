@@ -228,6 +228,24 @@ def test_what_a_wrapper_refuses_is_a_hazard(tmp_path, make):
             distributed.destroy_process_group()
 
 
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))])
+
+    def forward(self, x):
+        return checkpoint(self.layers[0], x, use_reentrant=False, preserve_rng_state=False)
+
+
+def test_a_layer_that_a_checkpoint_has_draw_anew_is_a_hazard():
+    model, x = Checkpointed(), torch.ones(4, 8, requires_grad=True)
+    effect = only(graphmod.check(model, x, layers="layers.*", loss=torch.sum)).effect
+    (layer,) = graph_layers(model, layers="layers.*")
+    for _ in range(4):
+        model(x).sum().backward()
+    assert layer.stats.captures == 0 and effect in layer.last_failure
+
+
 def test_an_argument_that_a_wrapper_refuses_is_a_hazard():
     x = torch.ones(4, 8)
     with torch.no_grad():
