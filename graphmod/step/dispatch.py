@@ -345,7 +345,7 @@ def capture(context: Context, entry: Entry, call: Call, recording: Recording, ta
     arena, backend = tape.arena, context.group.backend
     if recording.captured and not any(graph.tape is tape for graph in entry.graphs):
         context.spend(entry)
-    recording.captured = True
+    recording.captured, graph = True, None
     try:
         not_averaged = context.around.take_over() if torch.is_grad_enabled() else None
         if not_averaged is not None:
@@ -366,6 +366,8 @@ def capture(context: Context, entry: Entry, call: Call, recording: Recording, ta
         return functools.partial(go_on, context, entry, call, cut)
     except Exception as error:  # whatever user code or CUDA raised: the eager call decides what the user sees
         let_through(error)
+        if graph is not None and graph.began_parts:
+            raise  # from a graph, after such a part
         if context.agreement is not None:
             context.agreement.captured(False)
         if isinstance(error, Diverged):

@@ -814,6 +814,7 @@ class EagerParts:
         self.made[-1].watch(captured.seen.read_since)
         self._lent, self._own = [own for _, own in self._own.values()], {}
         self.begin()
+        self._done = len(self.made)  # up to the last launch, without which the call is not over
         since, self._since = self._since, []
         return since
 
@@ -828,6 +829,7 @@ class EagerParts:
         """Launches what comes after the last part, for the call that was captured."""
         if self.graph.context.group.backend.on_gpu:  # the emulator has run it
             self._segments[-1]()
+        self._done = 0
 
     def replay(self, leaves: list[Tensor]) -> None:
         """Replays, with the parts in between.

@@ -20,6 +20,7 @@ from torch import nn
 
 from graphmod import CUDAGraphModule, eager, graph_layers
 from graphmod.errors import EagerPartFailed, VerificationFailed
+from graphmod.step.eager_parts import EagerParts
 from tests.support import harness
 from tests.support.harness import Side, loss_of, mlp, play, twins
 
@@ -1042,6 +1043,30 @@ def test_a_part_changes_now_and_then_what_a_frame_looked_at_before_it(what, devi
 
     side, _ = play(program(make, meter=lambda _: Meter()), noted(call), device, graph=whole, steps=18)
     assert side.graphs[0].stats.eager_parts, side.graphs[0].last_failure
+
+
+def test_no_part_is_made_twice_where_the_graph_after_it_cannot_be_launched(device, monkeypatch):
+    meter = Meter()
+
+    @eager
+    def tell(loss):
+        meter.update(loss)
+
+    def step(x):
+        y = x * 2
+        tell(y.sum())
+        return y + 1
+
+    def fail(parts):
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(EagerParts, "launch_last", fail)
+    module, calls = CUDAGraphModule(step, config()), 0
+    with pytest.raises(RuntimeError, match="out of memory"):
+        while calls < 2 * SETTLED:
+            calls += 1
+            module(torch.ones(2, device=device))
+    assert len(meter.values) == calls
 
 
 def test_what_changes_behind_the_last_read_is_nobodys_business(device):
