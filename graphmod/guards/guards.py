@@ -87,6 +87,7 @@ class Contents:
 
     Attributes:
         exchanged: containers inside of these, and the equal ones that were found in their place.
+        replaced: whether any of these have been replaced since `refresh`.
     """
 
     def __init__(self, found: list[tuple[Any, tuple]]) -> None:
@@ -99,7 +100,7 @@ class Contents:
         """Goes on with containers that have taken the place of others, by the identity of those; each has to hold what
         the other held then."""
         self.found = [(exchanged.get(id(one), (one, one))[1], where) for one, where in self.found]
-        self._replaced = True
+        self.replaced = True
         for was, there in exchanged.values():
             if id(was) in self.optimizers:
                 self.optimizers[id(there)] = self.optimizers[id(was)]
@@ -107,7 +108,7 @@ class Contents:
     def refresh(self) -> None:
         """Takes what is there now for right."""
         values = [value for value, _ in self.found]
-        self._replaced = False
+        self.replaced = False
         self._items = list(map(content_now, values))
         self._counted = [one for one in values if type(one) in _FLAT or (type(one) in _BUILT_IN and not one)]
         known = set(map(id, self._counted))
@@ -120,7 +121,7 @@ class Contents:
     def changed(self) -> str | None:
         """The container in which something is no longer as it was, in words."""
         flat = _flat(map(_call, self._parts))
-        if self._replaced or list(map(len, self._counted)) != self._lengths or not all(map(_is, flat, self._flat)):
+        if self.replaced or list(map(len, self._counted)) != self._lengths or not all(map(_is, flat, self._flat)):
             return self._compare()
         for now, before in zip(map(content_now, self._others), self._inside, strict=True):
             if len(now) != len(before) or not all(map(same_plain, now, before)):
@@ -512,10 +513,11 @@ class Guards:
             if reason is not None or not exchanged:
                 return reason
             reason = self._go_on(exchanged)
+            goes_on = self.contents.replaced
             if reason is None:
                 self.contents.refresh()
                 reason = self._other() or self._come()
-            if reason is not None:
+            if reason is not None or not goes_on:
                 return reason
         return _OTHERS
 
