@@ -217,7 +217,7 @@ def test_a_line_that_is_no_prompt_is_named(generate, tmp_path, no_model, line):
 def test_what_is_told_of_graphs_and_compilation(generate):
     status, shown, said = generate("prompt=a", "graph.compile=default", "decode.max_new_tokens=2")
     assert status == 0 and said.count("compile=default is for a GPU and is ignored on this cpu") == 1
-    assert "compiling" not in said and "2 launches, 1 eager step, 1 capture in" in said
+    assert "compiling" not in said and "2 launches of graphs, 1 eager step, 1 capture in" in said
     status, again, said = generate("prompt=a", "graph=none", "decode.max_new_tokens=2")
     assert again == shown and "without graphs: 1 eager step\n" in said and "invalid" not in said
 
