@@ -118,8 +118,8 @@ def test_an_operation_is_followed_on_its_way_to_the_recorder_at_most(monkeypatch
     # Not what is told now and then, as of a weak reference whose object goes.
     often = {code: many[code] - few[code] for code in many if many[code] - few[code] >= 100}
     ours = [code for code in often if code.co_filename.startswith(CORE)]
-    # Three functions lead there. Later Pythons tell of each once.
-    assert len(ours) <= (3 if _BY_TRACE else 0) and all(often[code] < 150 for code in ours), ours
+    # Three functions lead there, up to torch 2.12 by way of a fourth. Later Pythons tell of each once.
+    assert len(ours) <= (4 if _BY_TRACE else 0) and all(often[code] < 150 for code in ours), ours
     assert run.__code__ in often
 
 
