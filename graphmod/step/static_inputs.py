@@ -196,7 +196,7 @@ def static_inputs(graph: Any, call: Call, carried: list[tuple[str, Tensor]]) -> 
         CaptureRefused: one of them can have no copy that code could not tell from it, or is on the host.
     """
     group, given = graph.context.group, named_arguments(graph.entry, call)
-    if (why := no_copy(carried)) is not None:
+    if (why := no_copy((*given, *carried))) is not None:
         raise CaptureRefused(why)
     made = []
     for name, source in (*given, *carried):
