@@ -26,6 +26,7 @@ from graphmod.step.group import Group
 from graphmod.step.log import reason_of
 from graphmod.step.recording import Recording
 from graphmod.step.surroundings import Surroundings
+from graphmod.trace.undo import clear_frames
 
 log = logging.getLogger("graphmod")
 
@@ -244,6 +245,8 @@ class Context:
         self.counters.failures += 1
         self.last_failure = reason
         log.debug("%s: %s", self.name, reason, exc_info=error)
+        # A context that its frames hold open, as `checkpoint` does up to torch 2.12, must not be around the eager call.
+        clear_frames(error)
         self.log_once(f"{self.name!r} runs eagerly, because {what} could not be captured: {reason}")
         most = self.config.max_failures
         if entry.failed(reason, most):

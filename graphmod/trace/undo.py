@@ -56,12 +56,7 @@ class Undo:
         def put_back(error: BaseException | None) -> None:
             if not is_interrupt(error):
                 return
-            while error is not None:
-                for frame, _ in traceback.walk_tb(error.__traceback__):
-                    if frame.f_code.co_filename.startswith((CORE, TORCH)):
-                        with suppress(RuntimeError):  # it still runs
-                            frame.clear()
-                error = error.__context__
+            clear_frames(error, (CORE, TORCH))
             if keys not in _for_good:
                 _for_good.append(keys)
                 keys.__enter__()
@@ -118,6 +113,21 @@ class _UnderWay(threading.local):
 
 
 under_way = _UnderWay()
+
+
+def clear_frames(error: BaseException | None, files: str | tuple[str, ...] = "") -> None:
+    """Closes what the frames that an error left hold open, and so what the error would keep open while it lives.
+
+    Args:
+        error: with those that it came in the course of.
+        files: what the paths of the frames' files begin with.
+    """
+    while error is not None:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_code.co_filename.startswith(files):
+                with suppress(RuntimeError):  # it still runs
+                    frame.clear()
+        error = error.__context__
 
 
 def undoing(body: Callable[[Undo], T]) -> T:

@@ -128,6 +128,28 @@ def test_a_capture_that_fails_leaves_eagers_numbers_and_is_tried_again(layer, wh
     assert growth == (6, 0), f"(replays, eager calls) of the last step: {growth}"
 
 
+class HeldOpen(Layer):
+    def forward(self, x):
+        held = self._in_16_bits(x.device.type)
+        next(held)
+        x = super().forward(x)
+        next(held, None)
+        return x.float()
+
+    @staticmethod
+    def _in_16_bits(kind):
+        with torch.autocast(kind, torch.bfloat16):
+            yield
+
+
+@pytest.mark.parametrize("reason", FAILING)
+def test_a_context_that_no_error_closes_is_closed_before_the_eager_call(reason, device):
+    """As that of `checkpoint` up to torch 2.12, which a generator holds open."""
+    step = armed(lambda side: side.model[0].forward_trap, reason, {CAPTURES_AT})
+    side, _ = play(lambda d: nn.Sequential(HeldOpen(), HeldOpen()).to(d), step, device, graph=layered())
+    assert [graph.stats.failures for graph in side.graphs] == [1, 0]
+
+
 @pytest.mark.parametrize("reason", FAILING)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_three_failures_in_a_row_disable_the_layer_alone(where, reason, device):
