@@ -85,18 +85,25 @@ def shown(recorder: Watcher, run: Callable, code: Any, inputs: Any) -> Any:
         return untraced(recorder.see, operation, given, {})
 
 
-def replacements() -> list[tuple[Any, str, Any]]:
-    """Replacements for what begins and ends a call of compiled code, while somebody records."""
+def replacements(operators: Any) -> list[tuple[Any, str, Any]]:
+    """Replacements for what begins and ends a call of compiled code, while somebody records.
+
+    Args:
+        operators: a `Patch` of functions that compiled code knows by their identity, and is to find as they were.
+    """
     dynamo = sys.modules.get(EVAL_FRAME)
     if dynamo is None or not hasattr(dynamo, BEGINS) or not hasattr(dynamo, ENDS):
         return []
-    return [(dynamo, BEGINS, _beginning(getattr(dynamo, BEGINS))), (dynamo, ENDS, _ending(getattr(dynamo, ENDS)))]
+    return [
+        (dynamo, BEGINS, _beginning(getattr(dynamo, BEGINS), operators)),
+        (dynamo, ENDS, _ending(getattr(dynamo, ENDS))),
+    ]
 
 
 _regions = OpenInThread()  # calls of compiled code: the frame that made it, whether it is over, what is to be undone
 
 
-def _beginning(begins: Callable) -> Callable:
+def _beginning(begins: Callable, operators: Any) -> Callable:
     def begin(*args: Any) -> Any:
         frame = sys._getframe(1)
         top, recorder = _regions.open[-1] if _regions.open else None, dispatch.current()
@@ -109,6 +116,8 @@ def _beginning(begins: Callable) -> Callable:
                 recorder.ran_compiled = True
                 undo.enter(dispatch.through_a_mode())
                 undo.enter(_DynamoUnawareOfModes())
+                operators.leave(recorder)
+                undo.then(lambda _: operators.take(recorder))
                 if not recorder.watching:
                     undo.enter(torch.compiler.set_stance("fail_on_recompile"))
         return begins(*args)

@@ -29,6 +29,7 @@ from graphmod.torch_private import (
     SHARDING,
     ScriptFunction,
     ScriptMethod,
+    beside_dynamo,
     device_constructors,
     jit_fuses,
     jit_fuses_on_cpu,
@@ -105,6 +106,7 @@ def _recorded(owner: Any, name: str, run: Callable) -> Replacement:
     """Has `run(recorder, original, *args, **kwargs)` called in the place of a function where a recorder watches."""
     original = getattr(owner, name)
 
+    @beside_dynamo  # which would compile it, and then once more for each of the functions
     @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         recorder = dispatch.current()
@@ -265,9 +267,6 @@ def _replacements() -> list[Replacement]:
         *(_recorded(Tensor, name, _read) for name in ("numpy", "tolist", "cpu", "__dlpack__")),
         *(_recorded(module, "save", save) for module in (torch, torch.serialization)),
         _recorded(torch.UntypedStorage, "resize_", _resize),
-        *(_recorded(torch, name, _make) for name in ("tensor", "as_tensor", "asarray")),
-        *(_recorded(module, "one_hot", _one_hot) for module in (nn_functions, torch.nn.functional)),
-        _recorded(torch, "bincount", _bincount),
         *(_recorded(kind, "__call__", _script) for kind in (ScriptFunction, ScriptMethod)),
         *(_recorded(*place, _is_capturing) for place in (IS_CAPTURING_TOO, IS_CAPTURING)),
     ]
@@ -286,17 +285,27 @@ def _replacements() -> list[Replacement]:
         found += [_recorded(module, name, partial(_refused, name, SEEDS)) for name in names]
     found += [_recorded(kind, "__call__", compiled.shown) for kind in compiled.kinds()]
     beside_the_key = dispatch.replacements() if dispatch.has_key() else []
-    return [*beside_the_key, *found, *compiled.replacements()]
+    return [*beside_the_key, *found, *compiled.replacements(_patch_of_operators)]
 
 
-_patch = Patch(_replacements)
+def _operators() -> list[Replacement]:
+    """Replacements for functions that torch.compile takes for operators, by their identity: for none other."""
+    return [
+        *(_recorded(torch, name, _make) for name in ("tensor", "as_tensor", "asarray")),
+        *(_recorded(module, "one_hot", _one_hot) for module in (nn_functions, torch.nn.functional)),
+        _recorded(torch, "bincount", _bincount),
+    ]
+
+
+_patch, _patch_of_operators = Patch(_replacements), Patch(_operators)
 _patch_on_gpu = Patch(lambda: [_recorded(Tensor, "new_tensor", _make_like)])
 _patch_in_capture = Patch(lambda: [_recorded(Tensor, name, _index) for name in ("__getitem__", "__setitem__")])
 
 
 def asking(recorder: Watcher, undo: Undo) -> None:
     """Has what these functions do in calls that are recorded reported to the recorder, and answered for it."""
-    for patch, wanted in ((_patch, True), (_patch_on_gpu, recorder.on_gpu), (_patch_in_capture, not recorder.watching)):
+    always = ((_patch, True), (_patch_of_operators, True))
+    for patch, wanted in (*always, (_patch_on_gpu, recorder.on_gpu), (_patch_in_capture, not recorder.watching)):
         if wanted:
             undo.then(lambda _, patch=patch: patch.leave(recorder))
             patch.take(recorder)

@@ -40,6 +40,12 @@ class Broken(Block):
         return super().forward(x) * SCALE
 
 
+class Making(Block):
+    def forward(self, x):
+        half, two = torch.tensor(0.5), torch.as_tensor(2.0)
+        return super().forward(x) * half * two
+
+
 class Counting(Block):
     def forward(self, x):
         self.calls += 1
@@ -116,6 +122,7 @@ def whole(program, **settings):
     [
         *(({"how": how}, "aot_eager") for how in ("module", "in place", "function", "layers")),
         ({"kind": Broken}, "aot_eager"),
+        ({"kind": Making}, "aot_eager"),
         ({"autocast": True}, "aot_eager"),
         pytest.param({"kind": Broken, "dropout": 0.5}, "inductor", marks=[*INDUCTOR.marks, pytest.mark.slow]),
     ],
