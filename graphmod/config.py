@@ -130,7 +130,7 @@ class CUDAGraphConfig:
             difference is logged, and the call stays eager. `always` replays nothing after the capture, and a difference
             raises `VerificationFailed`: for tests. `off` never looks.
         eager_parts: where nothing but some methods (an optimizer's `step`, an average's `update`) keeps a callable
-            eager, these are called between its graphs, as if they were marked with `eager`.
+            eager, these are called between its graphs, as if they were marked with `eager`. False: it stays eager.
     """
 
     warmup_steps: int = 3
@@ -141,7 +141,7 @@ class CUDAGraphConfig:
     max_graphs: int = 8
     max_failures: int = 3
     verify: Verify = Verify.sampled
-    eager_parts: bool = False
+    eager_parts: bool = True
 
     def __post_init__(self) -> None:
         self.backend = choice(BackendName, self.backend, "backend")

@@ -106,10 +106,6 @@ class Guarded:
         return "\n".join([*lines, *(_wrapped(self.note) if self.note else ())])
 
 
-_CALLED = "Called between its graphs, at each replay:"
-_IF_SET = "Captured with CUDAGraphConfig(eager_parts=True), which calls between its graphs what does all of that:"
-
-
 @dataclass
 class Report:
     """What `graphmod.check` has found. `str(report)` is for people.
@@ -121,7 +117,7 @@ class Report:
         on_gpu: of a check on the CPU, what a GPU would need besides; each once.
         guarded: what would be compared before each replay.
         eager_parts: the calls that would be made between its graphs.
-        eager_if_set: the methods that would be called there with `eager_parts=True`, and do all that is a hazard.
+        eager_for: what they do, that nobody marked, and a graph cannot repeat; each once.
         operations: how many the watched call did, those of its backward included.
         parts: the layers that were checked one by one; empty where the callable was checked as a whole.
         collectives: how many collectives and messages each rank did; empty where ranks were not compared.
@@ -140,7 +136,7 @@ class Report:
     divergences: list[Divergence] = field(default_factory=list)
     stopped: bool = False
     eager_parts: list[str] = field(default_factory=list)
-    eager_if_set: list[str] = field(default_factory=list)
+    eager_for: list[Finding] = field(default_factory=list)
 
     @property
     def captured(self) -> bool:
@@ -170,12 +166,12 @@ class Report:
             lines += ["", *self._order()]
         for number, finding in enumerate(self.hazards, start=1):
             lines += ["", textwrap.indent(finding.describe(ranks), "   ").replace("  ", f"{number}.", 1)]
-        for told, parts in ((_CALLED, self.eager_parts), (_IF_SET, self.eager_if_set)):
-            if parts:
-                lines += ["", *textwrap.wrap(told, _WIDTH), *(line for part in parts for line in _wrapped(part))]
-        if self.on_gpu:
-            lines += ["", "On a GPU also:"]
-            lines += [textwrap.indent(finding.describe(ranks), "   ") for finding in self.on_gpu]
+        if self.eager_parts:
+            lines += ["", "Called between its graphs, at each replay:"]
+            lines += [line for part in self.eager_parts for line in _wrapped(part)]
+        for told, findings in (("No graph can repeat what these do:", self.eager_for), ("On a GPU also:", self.on_gpu)):
+            if findings:
+                lines += ["", told, *(textwrap.indent(finding.describe(ranks), "   ") for finding in findings)]
         if self.guarded:
             compared = "Compared before each replay" + ("" if self.captured else ", once it is captured")
             if verbose:
@@ -212,7 +208,7 @@ class Report:
             return {**found.groupdict(), "line": int(found["line"])} if found else None
 
         told: dict[str, Any] = {"name": self.name, "captured": self.captured, **asdict(self)}
-        for one in (*told["hazards"], *told["on_gpu"]):
+        for one in (*told["hazards"], *told["eager_for"], *told["on_gpu"]):
             one |= {"user": location(one["user"]), "library": location(one["library"])}
         for one in told["guarded"]:
             one["values"] = [

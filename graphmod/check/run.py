@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from graphmod.check.meeting import Meeting, Parted, meeting_of_ranks
 from graphmod.check.order import divergences
 from graphmod.check.report import Finding, Guarded, Report, merged
+from graphmod.config import CUDAGraphConfig
 from graphmod.errors import ConfigError
 from graphmod.guards.changes import (
     KEEP,
@@ -74,7 +75,7 @@ class Part:
 
     Attributes:
         findings, eager, guards, operations: of the last call; `eager` has its eager parts, in words.
-        eager_if_set: the methods that do all that was found, so that `eager_parts` makes eager parts of them.
+        eager_for: what of the calls that nobody marked as eager parts made them such.
         on_gpu: what would keep it out of a graph on a GPU, if it ran on the CPU.
         settled: whether the last call left each DistributedDataParallel the reducer that it found, and has not only
             found what are eager parts from the next one on.
@@ -91,9 +92,9 @@ class Part:
     ) -> None:
         self.root, self.name, self._loss, self._borrowed = root, name, loss, borrowed
         self._before_collective = None if meeting is None else meeting.before
-        self._methods, self._eager_parts = Methods(wanted=True), eager_parts
+        self._methods = Methods(eager_parts)
         self._earlier: Guards | None = None
-        self.eager_if_set: list[str] = []
+        self.eager_for: list[Finding] = []
         self.call = Target(root) if isinstance(root, nn.Module) else root
         self.findings: list[Finding] = []
         self.eager: list[str] = []
@@ -167,15 +168,17 @@ class Part:
         if (recorder.hazards or changes) and not result.differentiable:
             methods.learn(recorder, "")
         found = [] if known else methods.found  # which do all of this
-        if found and not self._eager_parts:
-            self.eager_if_set, found = found, []
-            methods.give_up()
         recorder.hazards += late_hazards(call, recorder, notes)
+        before = len(self.findings)
         self._take_in(recorder, changes)
+        if found:
+            self.eager_for = self.findings[before:]
         if recorder.unfinished:
             self._add_said(BACKWARD_OUTSIDE)
-        self._earlier = Guards(notes, recorder.backward, bound)
-        self.guards.append(self._earlier)
+        judged = self._earlier is not None or not known  # what parts change is seen beside a call that had them
+        guards = Guards(notes, recorder.backward, bound)
+        self._earlier = None if found else guards
+        self.guards.append(guards)
         self._look_at_optimizers(notes, recorder, gpu)
         for said in (given.returned(result), not_to_be_made_again(outline(result)[0])):
             self._add_said(said)
@@ -187,7 +190,7 @@ class Part:
             self._add_said(around.kept_accumulators(self.guards[-1], recorder.backward))
         self._borrowed.note(around.parallel())
         not_averaged = around.take_over() if torch.is_grad_enabled() else None
-        self.settled = around.reducers() == reducers and not found
+        self.settled = around.reducers() == reducers and judged and not found
         if not_averaged is not None:
             self._add("DistributedDataParallel", not_averaged, "use its defaults, or call it without graphs")
         if result.differentiable:
@@ -369,7 +372,9 @@ def checked(
 ) -> Report:
     """The report of `check_call` on `target(*args, **kwargs)`; without a meeting this process is alone."""
     wrapped = isinstance(target, CUDAGraphModule)
-    root, eager_parts = (target._root, target._context.config.eager_parts) if wrapped else (target, False)
+    root, eager_parts = (
+        (target._root, target._context.config.eager_parts) if wrapped else (target, CUDAGraphConfig.eager_parts)
+    )
     if not callable(root):
         raise TypeError(f"graphmod.check takes a module or a callable, got {type(root).__name__}")
     root = copying.deepcopy(root) if copy else root
@@ -486,7 +491,7 @@ def _take_in(report: Report, parts: list[Part]) -> None:
     for part in parts:
         findings += part.findings
         report.eager_parts += part.eager
-        report.eager_if_set += part.eager_if_set
+        report.eager_for += merged(part.eager_for)
         report.operations += part.operations
         report.device = part.device or report.device
         for guards in part.guards:

@@ -60,9 +60,9 @@ class Methods:
         if self.found:  # what comes after them is no better
             self.give_up()
         elif self._tried is None:
-            self.refused, self._tried = refused, {}
-            self._methods = noted.methods
+            self._methods, self._tried = noted.methods, {}
             self._gave_up = not self._methods
+            self.refused = refused if self._methods else ""
         else:
             tried, self._tried = {key: causes for key, causes in self._tried.items() if causes}, None
             if _causes(recorder, noted.notes) - sum(tried.values(), Counter()) or self._most & tried.keys():

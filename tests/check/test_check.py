@@ -65,11 +65,10 @@ def test_a_clean_step_would_be_captured_and_what_is_guarded_is_told():
     assert rate in " ".join(str(graphmod.check(step, X)).split())
 
 
-@pytest.mark.parametrize("settings", [{}, {"fused": False}])
-def test_an_optimizer_that_a_gpu_could_not_capture_is_told_and_no_hazard_without_a_gpu(settings):
-    step, _ = whole_step(**settings)
+def test_an_optimizer_that_a_gpu_could_not_capture_is_told_and_no_hazard_without_a_gpu():
+    step, _ = whole_step()
     report = graphmod.check(step, X)
-    assert report.captured is not ("fused" in settings)
+    assert report.captured and not report.eager_parts
     (found,) = report.on_gpu
     assert "AdamW was built without capturable=True" in found.effect
     assert "capturable=torch.cuda.is_available()" in found.remedy
@@ -79,6 +78,8 @@ def test_an_optimizer_that_a_gpu_could_not_capture_is_told_and_no_hazard_without
 
 def test_an_optimizer_that_a_gpu_can_capture_or_that_steps_outside_needs_no_word():
     assert not graphmod.check(whole_step(capturable=True)[0], X).on_gpu
+    between_graphs = graphmod.check(whole_step(fused=False)[0], X)
+    assert between_graphs.eager_parts and not between_graphs.on_gpu
     model = mlp(torch.device("cpu"))
     adam, sgd = torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -346,7 +347,7 @@ def test_what_a_scheduler_changes_inside_is_one_cause_on_its_line():
         scheduler.step()  # stepped inside
         return loss
 
-    found = only(graphmod.check(both, X))
+    found = only(graphmod.check(CUDAGraphModule(both, eager_parts=False), X))
     assert f":{line_with('# stepped inside')} in both" in found.user
     assert "lr_scheduler.py" in found.library
     assert found.remedy == "keep the scheduler's step() outside of the captured call"
@@ -412,19 +413,19 @@ def counting_step():
 @pytest.mark.parametrize("calls", [2, 3, 5])
 def test_methods_that_would_be_eager_parts_are_told(calls):
     step, adam = counting_step()
+    report = graphmod.check(CUDAGraphModule(step, eager_parts=False), X, calls=calls)
+    assert not report.captured and not report.eager_for and not report.eager_parts, str(report)
     report = graphmod.check(step, X, calls=calls)
-    assert not report.captured and report.eager_if_set == ["RAdam.step"] and not report.eager_parts, str(report)
-    assert "CUDAGraphConfig(eager_parts=True), which calls between its graphs" in str(report)
-    report = graphmod.check(CUDAGraphModule(step, eager_parts=True), X, calls=calls)
-    assert report.captured and not report.eager_if_set, str(report)
+    assert report.captured and json.loads(report.to_json())["eager_for"][0]["user"]["file"] == __file__, str(report)
     assert [part.partition(" ")[0] for part in report.eager_parts] == ["RAdam.step", "RAdam.zero_grad"]
+    assert "keep optimizer.step() outside" in str(report).partition("No graph can repeat what these do:")[2]
     assert "step" not in vars(adam)
 
 
 def test_methods_are_not_told_where_more_than_these_keeps_the_step_eager():
     step, _ = counting_step()
     report = graphmod.check(lambda x: float(step(x)), X)
-    assert not report.captured and not report.eager_if_set
+    assert not report.captured and not report.eager_for and not report.eager_parts
 
 
 @pytest.mark.parametrize("trains", [False, True])
