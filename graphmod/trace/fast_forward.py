@@ -13,7 +13,7 @@ from graphmod.errors import CaptureRefused, Diverged
 from graphmod.torch_private import storage_behind
 from graphmod.trace.dispatch import hidden
 from graphmod.trace.lines import lines
-from graphmod.trace.operations import address, each_tensor, facts, tensors_in, written
+from graphmod.trace.operations import address, each_tensor, facts, tensors_in, written_tensors
 from graphmod.trace.recorder import Follower, Operation, _do
 from graphmod.trace.script import Script
 
@@ -154,11 +154,9 @@ class FastForward(Follower):
             return each_tensor(kept.result(), self._note_own)
         if number not in self._trail.results:
             return _do(one.step.op, one.args, one.kwargs)  # a view, or a value on the host
-        writes = written(about, one.args, one.kwargs)
-        for key, value in (*enumerate(one.args), *one.kwargs.items()):
-            for tensor in tensors_in((value,)) if key in writes else ():
-                if address(tensor) in self._own:
-                    self._wrong.append(self._own[address(tensor)])
+        for tensor in written_tensors(about, one.args, one.kwargs):
+            if address(tensor) in self._own:
+                self._wrong.append(self._own[address(tensor)])
         return self._like(self._trail.results[number], one.given)
 
     def _like(self, result: Any, given: list[Tensor]) -> Any:

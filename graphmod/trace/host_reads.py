@@ -20,7 +20,7 @@ from torch import Tensor
 from graphmod.torch_private import BelowAutograd, NoAutocast, OpOverload, TensorBase, set_grad_enabled
 from graphmod.trace.dispatch import hidden
 from graphmod.trace.hazards import CONSTANTS, PLAIN, Hazard, Origins, is_mask
-from graphmod.trace.operations import Facts, address, each_tensor, tensors_in, written
+from graphmod.trace.operations import Facts, address, each_tensor, tensors_in, written_tensors
 
 _MOST_STEPS = 64  # operations before one replay: more cost more than they bring
 _MOST_BYTES = 1 << 16  # of what is compared
@@ -118,13 +118,7 @@ class HostReads:
 
     def before(self, op: Any, about: Facts, args: tuple, kwargs: dict, random: bool) -> _Done | None:
         """Takes in an operation before it runs; returns what `done` is to be given: None where it is not followed."""
-        targets = written(about, args, kwargs)
-        changed = [
-            tensor
-            for key, value in (*enumerate(args), *kwargs.items())
-            if key in targets
-            for tensor in tensors_in((value,))
-        ]
+        changed = list(written_tensors(about, args, kwargs))
         for tensor in changed:
             for hazard in self._read_from.pop(address(tensor), ()):
                 self._refuse(hazard)

@@ -157,6 +157,12 @@ def written(about: Facts, args: tuple, kwargs: dict) -> frozenset:
     return _RUNNING | {"running_mean", "running_var"} if trains else about.writes
 
 
+def written_tensors(about: Facts, args: tuple, kwargs: dict) -> Iterator[Tensor]:
+    """The tensors that this call of an operation writes."""
+    targets = written(about, args, kwargs)
+    return tensors_in([value for key, value in (*enumerate(args), *kwargs.items()) if key in targets])
+
+
 def draws(about: Facts, args: tuple, kwargs: dict) -> bool:
     """Whether this call of an operation draws random numbers: an attention without dropout does not, nor dropout in
     evaluation."""

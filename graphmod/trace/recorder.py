@@ -55,7 +55,7 @@ from graphmod.trace.operations import (
     scalar_of,
     scalars_of,
     tensors_in,
-    written,
+    written_tensors,
 )
 from graphmod.trace.patches import asking
 from graphmod.trace.script import Kept, Script
@@ -681,29 +681,25 @@ class Recorder:
 
     def _note_writes(self, about: Facts, args: tuple, kwargs: dict, origin: int) -> None:
         """Takes in what an operation is going to write, which has `origin` then."""
-        writes = written(about, args, kwargs)
-        for key, value in (*enumerate(args), *kwargs.items()):
-            if key not in writes:
-                continue
-            for tensor in tensors_in((value,)):
-                where = address(tensor)
-                outside = self.outside.get(where)
-                if where in self._late_at:
-                    self.hazards.append(self._late_at[where][1])
-                if where in self._with_parts:
-                    self.refuse(about.short, _CHANGES)
-                if outside is not None or where in self._inputs:
-                    self.first_write = len(self.trace) if self.first_write is None else self.first_write
-                    self.before_write(tensor)
-                if outside is not None:
-                    self.written.setdefault(where, outside)
-                    if about.writes and (tensor.is_floating_point() or tensor.is_complex()):
-                        self.advanced.setdefault(where, outside)
-                elif where in self._inputs:
-                    self.inputs_written.add(where)
-                self._origins.note_write(where, origin)
-                if self.watching and self.script is not None:
-                    self.script.note_write(where)
+        for tensor in written_tensors(about, args, kwargs):
+            where = address(tensor)
+            outside = self.outside.get(where)
+            if where in self._late_at:
+                self.hazards.append(self._late_at[where][1])
+            if where in self._with_parts:
+                self.refuse(about.short, _CHANGES)
+            if outside is not None or where in self._inputs:
+                self.first_write = len(self.trace) if self.first_write is None else self.first_write
+                self.before_write(tensor)
+            if outside is not None:
+                self.written.setdefault(where, outside)
+                if about.writes and (tensor.is_floating_point() or tensor.is_complex()):
+                    self.advanced.setdefault(where, outside)
+            elif where in self._inputs:
+                self.inputs_written.add(where)
+            self._origins.note_write(where, origin)
+            if self.watching and self.script is not None:
+                self.script.note_write(where)
 
     def _done(self, one: Operation, result: Any) -> list[Tensor]:
         """Takes in the results of an operation that has run; those that share no storage with its arguments."""

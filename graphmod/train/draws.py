@@ -13,14 +13,7 @@ from torch import Tensor
 
 from graphmod.torch_private import DispatchKey, KeyExcluded, TorchDispatchMode, tree_map_only
 from graphmod.trace.dispatch import through_a_mode
-from graphmod.trace.operations import draws, facts, tensors_in
-
-
-def _changed(op: Any, args: tuple, kwargs: dict) -> list[Tensor]:
-    """The arguments that an operation writes."""
-    writes = facts(op).writes
-    positional = [value for index, value in enumerate(args) if index in writes]
-    return list(tensors_in([*positional, *(value for name, value in kwargs.items() if name in writes)]))
+from graphmod.trace.operations import draws, facts, tensors_in, written_tensors
 
 
 def _apart(tensor: Tensor) -> Tensor:
@@ -35,7 +28,7 @@ class _Kept:
 
     def __init__(self, op: Any, args: tuple, kwargs: dict, result: Any) -> None:
         self._op = op
-        self._written = [tensor.clone() for tensor in _changed(op, args, kwargs)]
+        self._written = [tensor.clone() for tensor in written_tensors(facts(op), args, kwargs)]
         # What a factory makes gets another version counter on its way out, so that a change would go unnoticed.
         like = op._schema.name.endswith("_like")
         self._made = like or not any(True for _ in tensors_in((*args, *kwargs.values())))
@@ -54,7 +47,7 @@ class _Kept:
             raise RuntimeError(f"a layer that runs again calls {op} where it called {self._op}; it must do the same")
         if [tensor._version for tensor in self._tensors()] != self._versions:
             raise RuntimeError(f"the result of {op} was changed in place; a layer that runs again needs it as it was")
-        targets = _changed(op, args, kwargs)
+        targets = list(written_tensors(facts(op), args, kwargs))
         for target, value in zip(targets, self._written, strict=True):
             target.copy_(value)
         if self._returns_written:
