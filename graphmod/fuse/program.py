@@ -259,15 +259,6 @@ def used_by(operation: Operation) -> list[int]:
     return [ref.number for ref in refs([*operation.args, *operation.kwargs.values()])]
 
 
-def with_refs(value: Any, change: Callable[[int], Any]) -> Any:
-    """An argument with each `Ref` in it replaced by what `change` makes of its number."""
-    if isinstance(value, Ref):
-        return change(value.number)
-    if isinstance(value, (list, tuple)):
-        return type(value)([with_refs(one, change) for one in value])
-    return value
-
-
 _PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
 
 
@@ -438,8 +429,8 @@ def graph_of(piece: Piece) -> GraphModule:
                 name(one, graph.call_function(operator.getitem, (node, place)))
 
     for one in piece.operations:
-        args = tuple(with_refs(list(one.args), nodes.__getitem__))
-        kwargs = {key: with_refs(value, nodes.__getitem__) for key, value in one.kwargs.items()}
+        args = each_tensor(one.args, lambda ref: nodes[ref.number], Ref)
+        kwargs = {key: each_tensor(value, lambda ref: nodes[ref.number], Ref) for key, value in one.kwargs.items()}
         name(one.result, graph.call_function(one.op, args, kwargs))
     graph.output(tuple(nodes[number] for number in piece.outputs))
     return GraphModule(torch.nn.Module(), graph)
@@ -482,7 +473,7 @@ class Compiled:
         for run, piece, dead in self._steps:
             if piece.is_compiled:
                 (one,) = piece.operations
-                _name(one.result, run([with_refs(arg, values.__getitem__) for arg in one.args]), values)
+                _name(one.result, run(each_tensor([*one.args], lambda ref: values[ref.number], Ref)), values)
             else:
                 values.update(zip(piece.outputs, run(*[values[n] for n in piece.inputs]), strict=True))
             for number in dead:
