@@ -55,7 +55,7 @@ from graphmod.trace.hazards import OUTSIDE, Reason
 from graphmod.trace.host_draws import HostDraws
 from graphmod.trace.lines import location
 from graphmod.trace.operations import address
-from graphmod.trace.recorder import Follower, Recorder
+from graphmod.trace.recorder import Follower, Parts, Recorder
 from graphmod.trace.undo import Unwinding, let_through, within
 
 MOST = 8  # in one call: more cost more than they bring
@@ -232,7 +232,7 @@ class RecordedPart:
         return f"{self.name} ({self.where})"
 
 
-class RecordedParts:
+class RecordedParts(Parts):
     """The eager parts of a recorded call.
 
     Args:
@@ -260,9 +260,6 @@ class RecordedParts:
         self._held: list[Any] = []  # so that nothing else comes to lie where these do
         self._beside = _beside()
         self.made: list[RecordedPart] = []
-
-    def after(self, index: int, op: Any, args: tuple, kwargs: dict, result: Any, fresh: list[Tensor]) -> None:
-        """Nothing is captured."""
 
     def call(self, recorder: Any, function: Callable, args: tuple, kwargs: dict, frame: FrameType, name: str) -> Any:
         """See `recorder.Parts`."""
@@ -368,7 +365,7 @@ class RecordedParts:
         return None
 
 
-class VerifiedParts:
+class VerifiedParts(Parts):
     """The eager parts of a call that is verified.
 
     Args:
@@ -383,9 +380,6 @@ class VerifiedParts:
     def __init__(self, recorded: list[RecordedPart], guards: Guards, modes: Callable[[], tuple]) -> None:
         self._recorded, self._guards, self._modes = iter(recorded), guards, modes
         self.last: int | None = None
-
-    def after(self, index: int, op: Any, args: tuple, kwargs: dict, result: Any, fresh: list[Tensor]) -> None:
-        """Nothing is captured."""
 
     def call(self, recorder: Any, function: Callable, args: tuple, kwargs: dict, frame: FrameType, name: str) -> Any:
         """See `recorder.Parts`."""
@@ -583,7 +577,7 @@ def _in_modes(modes: tuple, others: tuple, device_type: str) -> ExitStack:
     return stack
 
 
-class EagerParts:
+class EagerParts(Parts):
     """The eager parts of a call that is captured, and of its graph.
 
     Args:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -102,7 +102,7 @@ def _take(values: Iterable[Any], given: list[Any]) -> tuple:
     return tuple(scalars)
 
 
-class Parts(Protocol):
+class Parts:
     """Makes the eager parts of a call that is recorded or captured; see `step.eager_parts`."""
 
     def call(self, recorder: Any, function: Callable, args: tuple, kwargs: dict, frame: FrameType, name: str) -> Any:
