@@ -230,7 +230,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "DeviceMesh": ("_flatten",),
     COMPOSABLE: ("_module_state_mapping",),
     REPLICATE: ("_ReplicateState",),
-    "FSDPState": ("_comm_ctx", "_state_ctx", "_training_state"),
+    "FSDPState": ("_comm_ctx", "_state_ctx", "_training_state", "_modules_to_run_forward"),
     "FSDPParamGroup": (
         *("_all_gather_result", "_partial_reduce_output", "_post_forward_indices", "_sharded_state", "_to_sharded"),
         "_training_state",
@@ -244,7 +244,6 @@ OPTIONAL: dict[str, str] = {
     "_bucket_config": "before 2.12: the size of the first bucket is the default",
     "_fsdp_param_groups": "before 2.12: there is one group, `_fsdp_param_group`",
     "_fsdp_param_group": "since 2.12 there may be several",
-    "_modules_to_run_forward": "before 2.12: nothing of it is to be put back",
     "_all_reduce_state": "nothing waits for it",
     "_last_post_reduce_events": "nothing waits for them",
     "_post_reduce_event": "nothing waits for it",

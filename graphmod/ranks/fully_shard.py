@@ -124,10 +124,9 @@ def captured() -> Iterator[None]:
 def _changing() -> Iterator[tuple[Any, str]]:
     """What changes while a step runs, and is as before when it is over."""
     for state in _states():
-        yield from ((state, "_training_state"), (state._comm_ctx, "post_forward_order"))
+        yield from ((state, "_training_state"), (state, "_modules_to_run_forward"))
+        yield state._comm_ctx, "post_forward_order"
         yield from ((state._state_ctx, name) for name in ("iter_forward_root", "post_backward_final_callback_queued"))
-        if hasattr(state, "_modules_to_run_forward"):
-            yield state, "_modules_to_run_forward"
     for group in param_groups():
         yield from ((group, name) for name in ("_training_state", "_post_forward_indices", "_partial_reduce_output"))
         for parameter in group.fsdp_params:

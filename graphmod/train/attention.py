@@ -21,8 +21,7 @@ log = logging.getLogger("graphmod")
 
 # -- within documents that share a row ---------------------------------------------------------------------------------
 
-_NEEDED = {"scale", "window_size"}
-_KNOWN = set(inspect.signature(varlen_attn).parameters)
+_SHARES_KEYS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 _LEAST_CAPABILITY = (8, 0)
 _HEAD_MULTIPLE, _LARGEST_HEAD = 8, 256
 _ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
@@ -33,8 +32,6 @@ def unavailable(device: torch.device, precision: Precision, dims: Any = None) ->
     not known yet."""
     if device.type != "cuda":
         return "it needs a GPU"
-    if not _KNOWN >= _NEEDED:
-        return f"torch {torch.__version__} has no varlen_attn that can scale and be causal"
     capability = torch.cuda.get_device_capability(device)
     if capability < _LEAST_CAPABILITY:
         return f"it needs a GPU of compute capability 8.0 or newer, and this one has {capability[0]}.{capability[1]}"
@@ -91,7 +88,7 @@ def within_documents(
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
     more: dict[str, Any] = {}
     if key.shape[1] != heads:
-        if "enable_gqa" in _KNOWN:
+        if _SHARES_KEYS:
             more["enable_gqa"] = True
         else:
             key, value = (part.repeat_interleave(heads // part.shape[1], dim=1) for part in (key, value))

@@ -167,11 +167,6 @@ def test_resuming_asks_for_the_same_attention_only_where_documents_are_packed(li
     assert packed["data.packing_attention"] == "auto" and "data.packing_attention" not in plain
 
 
-def test_an_old_torch_without_it_is_a_reason(monkeypatch):
-    monkeypatch.setattr(varlen, "_KNOWN", {"is_causal"})
-    assert "no varlen_attn" in varlen.unavailable(CUDA, Precision.bf16)
-
-
 def test_dropout_in_the_call_is_an_error():
     x = torch.zeros(1, 2, 4, 8)
     with pytest.raises(ConfigError, match="has no dropout"):
