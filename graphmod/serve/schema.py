@@ -144,6 +144,8 @@ def _as_sent(given: Any, check: Any) -> Any:
 
 
 def _in_list(given: Any) -> Any:
+    if given is not None and not isinstance(given, (str, list)):
+        raise ValueError("must be a text or a list of texts")
     return [given] if isinstance(given, str) else given
 
 

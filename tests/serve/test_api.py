@@ -175,7 +175,7 @@ WRONG = [
     ({"temperature": None, "top_p": 0}, 400, "top_p", "must be above 0, got 0"),
     ({"seed": 2**63}, 400, "seed", "must be below 9223372036854775808, got 9223372036854775808"),
     ({"stop": [""]}, 400, "stop.0", 'a text with at least 1 characters, got ""'),
-    ({"stop": 5}, 400, "stop", "must be a list, got 5"),
+    ({"stop": 5}, 400, "stop", "must be a text or a list of texts, got 5"),
     ({"stop_token_ids": [10**6]}, 400, "stop", "unknown stop"),
     ({"stream": "yes"}, 400, "stream", 'must be true or false, got "yes"'),
     ({"tools": [{"type": "function"}]}, 400, "tools.0.function", "is missing"),
