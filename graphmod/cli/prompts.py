@@ -87,7 +87,8 @@ def read_prompts(path: Path) -> list[Prompt]:
         # Not splitlines(), which also splits at characters that may stand in a text or a string of JSON.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"prompts_file: {not_utf8(path) or error}") from error
+        no_text = f"{path} holds no text; give one with a prompt a line, or JSON lines, in UTF-8"
+        raise ConfigError(f"prompts_file: {not_utf8(path) or no_text}") from error
     except OSError as error:
         raise ConfigError(f"prompts_file={path} cannot be read: {error.strerror or error}") from error
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]

@@ -70,6 +70,9 @@ def test_prompts_of_windows_editors_are_read_or_say_how_to_convert_them(generate
     (tmp_path / "wide.txt").write_text("a\n", encoding="utf-16")
     status, _, said = generate("prompts_file=wide.txt")
     assert status == 2 and "wide.txt is not UTF-8 but UTF-16; convert it: iconv -f UTF-16 -t UTF-8 wide.txt" in said
+    (tmp_path / "packed.txt").write_bytes(b"\x1f\x8b\0")
+    status, _, said = generate("prompts_file=packed.txt")
+    assert status == 2 and "prompts_file: packed.txt holds no text; give one with a prompt a line" in said
 
 
 def test_an_empty_prompt_is_refused_before_the_model_is_loaded(generate, tmp_path, no_model):
