@@ -1,5 +1,11 @@
 """The exceptions users of graphmod see, and how those of libraries are worded."""
 
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parent.absolute()
+# The folder of a clone, also where it is installed as editable; None of a wheel.
+CLONE = _PACKAGE.parent if (_PACKAGE.parent / "pyproject.toml").is_file() else None
+
 
 class GraphmodError(Exception):
     """Base class of every error graphmod raises on purpose."""
@@ -50,3 +56,8 @@ def reason(error: BaseException) -> str:
             break
         said.append(line)
     return " ".join(said)
+
+
+def install(extra: str) -> str:
+    """The command that installs what an extra of graphmod brings."""
+    return f"pip install -e '.[{extra}]' in graphmod's clone" if CLONE else f"pip install 'graphmod[{extra}]'"

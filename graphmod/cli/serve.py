@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from graphmod.cli.app import App, CommandCallback
 from graphmod.cli.settings import ServeConfig, model_folder, require_positions
 from graphmod.cli.start import loading, require_one_process
-from graphmod.errors import ConfigError
+from graphmod.errors import ConfigError, install
 from graphmod.serve.engine_side import FrontProcess, bound, url
 from graphmod.text import tokenizer_folder
 
@@ -35,7 +35,7 @@ def _task(settings: DictConfig) -> None:
     tokenizer_folder(folder, config.tokenizer)
     require_positions(folder, config.decode.max_seq_len)
     if missing := next((name for name in _EXTRA if find_spec(name) is None), None):
-        raise ConfigError(f"serving needs {missing}, which is not installed: pip install -e '.[serve]' in its clone")
+        raise ConfigError(f"serving needs {missing}, which is not installed: {install('serve')}")
     with closing(bound(config.serve.host, config.serve.port)) as listening:  # before PyTorch is loaded
         address = url(listening)
         front = FrontProcess(config.serve, config.name, folder, config.tokenizer, listening)

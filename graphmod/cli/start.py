@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TextIO
 
 import graphmod
-from graphmod.errors import ConfigError, GraphmodError
+from graphmod.errors import CLONE, ConfigError, GraphmodError
 from graphmod.train.folders import from_here
 
 # -- the standard output and the standard error of a command -----------------------------------------------------------
@@ -134,9 +134,8 @@ def _print_error(text: str) -> None:
 
 # -- the start ---------------------------------------------------------------------------------------------------------
 
-_HOUSE = Path(graphmod.__file__).parent.absolute()
-# In a clone, also where it is installed as editable, the folder that people edit; a wheel has its content.
-CONFIGS = _HOUSE.parent / "configs" if (_HOUSE.parent / "pyproject.toml").is_file() else _HOUSE / "configs"
+# In a clone the folder that people edit; a wheel has its content.
+CONFIGS = (CLONE or Path(graphmod.__file__).parent.absolute()) / "configs"
 _SILENCE = 3.0  # seconds, within which libraries that were read before are there
 
 

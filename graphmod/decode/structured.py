@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from graphmod.decode.types import STRUCTURES, RequestError, said
-from graphmod.errors import reason
+from graphmod.errors import install, reason
 from graphmod.text import Codec, token_bytes
 
 if TYPE_CHECKING:
@@ -75,8 +75,8 @@ def _require_llguidance() -> None:
     except Exception as error:  # of its import: anything
         why = f"its import fails: {reason(error)}"
     raise RequestError(
-        f"structured_outputs needs llguidance {'.'.join(map(str, _OLDEST))} or newer, and {why}: pip install -e "
-        "'.[structured]' in its clone"
+        f"structured_outputs needs llguidance {'.'.join(map(str, _OLDEST))} or newer, and {why}: "
+        f"{install('structured')}"
     )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from graphmod.config import CompileMode, CUDAGraphConfig, choice, names_settings, settings
-from graphmod.errors import ConfigError
+from graphmod.errors import ConfigError, install
 from graphmod.train.folders import MERGED_FOLDER, require_no_own_model, saved_folder
 from graphmod.train.targets import check_target
 
@@ -32,7 +32,7 @@ def require_library(name: str, extra: str, why: str) -> None:
         spec = find_spec(name)
         found = spec is not None and spec.origin is not None  # else a folder of that name, such as W&B leaves behind
     if not found:
-        raise ConfigError(f"{why} needs the {name} library: pip install -e '.[{extra}]' in its clone")
+        raise ConfigError(f"{why} needs the {name} library: {install(extra)}")
 
 
 def require(condition: bool, message: str) -> None:

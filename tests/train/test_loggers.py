@@ -9,6 +9,7 @@ import types
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from graphmod import errors
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.metrics import CSV_FILE, ID_FILE, CsvLogger, by_full_name
 from graphmod.train.run import train
@@ -165,6 +166,9 @@ def test_a_logger_that_is_not_there_or_not_installed_is_said_at_once(tiny, monke
         tiny("train.log=tensorbord")
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=r"train.log=wandb needs the wandb library: pip install -e '.\[wandb\]'"):
+        tiny("train.log=[csv,wandb]")
+    monkeypatch.setattr(errors, "CLONE", None)  # as in a wheel
+    with pytest.raises(ConfigError, match=r"train.log=wandb needs the wandb library: pip install 'graphmod\[wandb\]'"):
         tiny("train.log=[csv,wandb]")
 
 
