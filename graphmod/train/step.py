@@ -62,6 +62,13 @@ def shapes(batch: Any) -> tuple[Any, ...]:
     return structure, *(leaf.shape for leaf in leaves)
 
 
+def _shown(found: Any) -> str:
+    """What a function of the user returned, as errors name it."""
+    if isinstance(found, Tensor):
+        return f"a tensor of shape {tuple(found.shape)} on {found.device}"
+    return f"{type(found).__name__} {found!r:.80}"
+
+
 def _check(batch: Any, leaves: list[Tensor]) -> None:
     if not leaves:
         raise TypeError(
@@ -187,8 +194,15 @@ class Iteration:
 
     def _loss(self, microbatch: Any) -> Tensor:
         if self.parallel is None or not torch.is_grad_enabled():
-            return self.loss_fn(self.model, microbatch)
-        return self.parallel(self.loss_fn, microbatch)
+            loss = self.loss_fn(self.model, microbatch)
+        else:
+            loss = self.parallel(self.loss_fn, microbatch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise TypeError(
+                f"loss_fn returned {_shown(loss)}; expected the mean over the targets of a microbatch, a 0-d tensor, "
+                'such as cross_entropy(logits, labels) with reduction="mean"'
+            )
+        return loss
 
     def _counts(self, parts: list[Any]) -> Tensor | None:
         """(A,) the targets of each microbatch; None where all weigh the same."""
@@ -197,11 +211,8 @@ class Iteration:
         counts = [self.count_targets(part) for part in parts]
         for count in counts:
             if not isinstance(count, Tensor) or count.dim() or count.device != self.device:
-                got = f"{type(count).__name__} {count!r}"
-                if isinstance(count, Tensor):
-                    got = f"a tensor of shape {tuple(count.shape)} on {count.device}"
                 raise TypeError(
-                    f"count_targets returned {got}; expected a 0-d tensor on {self.device}, such as "
+                    f"count_targets returned {_shown(count)}; expected a 0-d tensor on {self.device}, such as "
                     '(batch["labels"] != -100).sum()'
                 )
         return torch.stack(counts)
@@ -587,7 +598,8 @@ class TrainStep:
             The loss, 0-d, on the device; it stays valid.
 
         Raises:
-            TypeError: the batch holds no tensors, or `count_targets` returned no 0-d tensor on the device.
+            TypeError: the batch holds no tensors, `loss_fn` returned no single number, or `count_targets` no 0-d tensor
+                on the device.
             ValueError: its tensors disagree about the number of microbatches, or do not suit the loss function.
         """
         batch = self._stage(batch)

@@ -147,6 +147,24 @@ def test_a_count_that_is_none_is_a_clear_error(count, said):
         trained(padded(UNEVEN), own_loss, count_targets=count)
 
 
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (lambda loss: None, "NoneType None"),
+        (lambda loss: loss.item(), r"float \d\."),
+        (lambda loss: loss.expand(2), "2,"),
+    ],
+    ids=["nothing", "a number", "a vector"],
+)
+@pytest.mark.parametrize("method", ["__call__", "evaluate"])
+def test_a_loss_that_is_none_is_a_clear_error(method, result, said):
+    model = twin_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    step = TrainStep(model, optimizer, loss_fn=lambda *of: result(own_loss(*of)), config=EAGER)
+    with pytest.raises(TypeError, match=f"loss_fn returned .*{said}.*expected the mean over the targets"):
+        getattr(step, method)(padded(UNEVEN))
+
+
 def test_where_the_count_of_a_loss_is_found():
     count = count_targets_of(padded_next_token_loss)
     assert count(padded([[3, 1]])[0]).item() == 4
