@@ -74,7 +74,14 @@ def eager(function: Callable) -> Callable:
     It returns plain values or tensors without gradient, alone or in lists, tuples and dicts; what else it returns, and
     a float, must not be used. Where it raises an error, or changes what code after it reads, the rest of that call runs
     eagerly.
+
+    Raises:
+        TypeError: `function` cannot be called.
     """
+    if not callable(function):
+        raise TypeError(
+            f"eager takes a function, got {type(function).__name__}; write eager(update)(), not eager(update())"
+        )
 
     @functools.wraps(function)
     @beside_dynamo

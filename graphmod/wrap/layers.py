@@ -149,7 +149,13 @@ def _tied_outside(model: nn.Module, layers: list[str], layer: nn.Module) -> list
 
 
 def ungraph(model: nn.Module) -> nn.Module:
-    """Undoes `graph_layers` on `model`, frees the graphs, and returns the model. Does nothing where there are none."""
+    """Undoes `graph_layers` on `model`, frees the graphs, and returns the model. Does nothing where there are none.
+
+    Raises:
+        TypeError: `model` is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"ungraph takes the nn.Module that graph_layers was given, got {type(model).__name__}")
     for module in model.modules():
         mark = module.__dict__.get(MARK)
         if mark is None:

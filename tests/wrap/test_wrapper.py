@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphmod import ConfigError, CUDAGraphModule, GraphStats, graph_layers, mark_static, ungraph
+from graphmod import ConfigError, CUDAGraphModule, GraphStats, eager, graph_layers, mark_static, ungraph
 from tests.step.test_isolation import model
 from tests.support.harness import config, iteration_of, mlp, train, twins
 
@@ -143,6 +143,19 @@ def test_a_whole_iteration_around_graphed_layers(device):
 def test_what_runs_nothing_cannot_be_wrapped(it, got):
     with pytest.raises(TypeError, match=f"wraps an nn.Module or a callable, got {got}"):
         CUDAGraphModule(it)
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (graph_layers, "graph_layers takes an nn.Module, got Tensor"),
+        (ungraph, "ungraph takes the nn.Module that graph_layers was given, got Tensor"),
+        (eager, "eager takes a function, got Tensor"),
+    ],
+)
+def test_what_is_no_module_or_function_is_named(function, said):
+    with pytest.raises(TypeError, match=said):
+        function(torch.ones(1))
 
 
 @pytest.mark.parametrize(
