@@ -486,7 +486,12 @@ class Items:
                 f"{self.name} made a {kind}, whose items have no numbers; make a data set with __len__ and "
                 "__getitem__, from which any item can be read: that is how a run is shuffled and resumed"
             )
-        count = len(self._items)
+        try:
+            count = len(self._items)
+        except Exception as error:
+            if passes_on(error):
+                raise
+            raise ConfigError(f"{self.name}: the {kind} has no length: {in_words(error)}") from error
         if not count:
             raise ConfigError(f"{self.name} made an empty {kind}; give it something to read")
         return count

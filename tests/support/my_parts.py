@@ -200,6 +200,11 @@ class TooLarge(Tokens):
         self.tokens[7, 3] = 20
 
 
+class Unmeasured(Tokens):
+    def __len__(self):
+        return "many"
+
+
 class Broken(Tokens):
     def __getitem__(self, index):
         if index == 5:

@@ -397,6 +397,7 @@ def test_a_module_in_the_present_folder_is_found(own, tmp_path, monkeypatch):
         ({"data": named("Pairs"), "seq_len": 16}, "data.seq_len=16 does nothing"),
         ({"data": named("Stream"), "seq_len": 256}, "made a Stream, whose items have no numbers"),
         ({"data": named("Empty")}, "made an empty Empty"),
+        ({"data": named("Unmeasured")}, "the Unmeasured has no length: TypeError: 'str' object cannot be"),
         ({"data": named("Tokens", size=3)}, "has 3 items, of which data.eval_fraction=0.2 leaves 3 to train on and 0"),
         ({"data": named("Restless")}, "items are others each time that they are read"),
         ({"data": named("Words")}, "item 0 is not made of tensors on the host ('labels' is a list)"),
