@@ -2,12 +2,14 @@
 
 They are compared with the variables of the recorded call, because a replay has none. What is in those and was there
 before the call is the very object; of tensors only what kind they are matters, so that none is kept alive but those in
-objects of classes of one's own.
+objects of classes of one's own. Gradients that the call made or cleared before are part of what such code finds: an
+update that is compiled looks at them, and before the next call they are not there.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from types import CodeType, FrameType
 from typing import Any
 
@@ -42,12 +44,13 @@ class CompiledFrame:
 
     Args:
         frame: of that code, which is about to run.
+        leaves: the tensors whose gradient has come or gone since the call began.
 
     Raises:
         LookupError: dynamo keeps no guards of it, or such as do not hold as the code runs.
     """
 
-    def __init__(self, frame: FrameType) -> None:
+    def __init__(self, frame: FrameType, leaves: Iterable[Tensor] = ()) -> None:
         self.code: CodeType = written_by_dynamo()[frame.f_code]
         self._guards = dynamo_guards(frame.f_code)
         self._modes = modes()
@@ -58,6 +61,9 @@ class CompiledFrame:
         closed_over = {name: given[name] for name in frame.f_code.co_freevars if type(given.get(name)) in _COPIED}
         with hidden(), without_modes():
             self._variables = {name: _without_memory(value, made) for name, value in given.items()} | closed_over
+            gradients = [(leaf, leaf.grad, _without_memory(leaf.grad, made)) for leaf in leaves]
+        # Of one of a class of its own only the very object would do, which is not to be kept.
+        self._gradients = [(leaf, kind) for leaf, grad, kind in gradients if grad is None or kind is not grad]
         if not self._guards.check(self._variables):
             self._variables = given
             if not self._guards.check(given):
@@ -70,12 +76,22 @@ class CompiledFrame:
             now: the `modes` of the present.
         """
         if now == self._modes:
-            return None if self._guards.check(self._variables) else self._difference()
+            return self._compare()
         _set(self._modes)
         try:
-            return None if self._guards.check(self._variables) else self._difference()
+            return self._compare()
         finally:
             _set(now)
+
+    def _compare(self) -> str | None:
+        if self._guards.check(self._variables):
+            return None
+        before = [(leaf, leaf.grad) for leaf, _ in self._gradients]
+        try:
+            _give(self._gradients)
+            return None if self._guards.check(self._variables) else self._difference()
+        finally:
+            _give(before)
 
     def _difference(self) -> str:
         parts = getattr(self._guards.check_verbose(self._variables), "verbose_code_parts", [])
@@ -101,6 +117,11 @@ def _without_memory(value: Any, made: dict[int, Tensor]) -> Any:
             twin.__dict__.update(value.__dict__)
         made[id(value)] = twin.requires_grad_(value.requires_grad)
     return made[id(value)]
+
+
+def _give(gradients: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+    for leaf, grad in gradients:
+        leaf.grad = grad
 
 
 def modes() -> tuple:

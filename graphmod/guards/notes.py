@@ -508,7 +508,12 @@ class Notes:
     def compiled(self, frame: types.FrameType) -> None:
         """Takes in that code which dynamo has written runs, under guards of its own."""
         if not is_arithmetic(frame):
-            self.of_dynamo.append(CompiledFrame(frame))
+            self.of_dynamo.append(CompiledFrame(frame, self._with_other_gradients()))
+
+    def _with_other_gradients(self) -> list[Tensor]:
+        """The tensors whose gradient has come or gone since code came upon them."""
+        met = [(one.tensor, one.without_gradient) for one in self.tensors.values() if one.is_leaf]
+        return [leaf for leaf, without in met if leaf is not None and without is not (leaf.grad is None)]
 
     def walked(self, module: nn.Module) -> None:
         """Takes in that code goes through a module and all that is in it."""

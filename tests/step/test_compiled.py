@@ -261,6 +261,56 @@ def test_items_of_what_compiled_code_closes_over_are_watched(kind, device):
         assert torch.equal(graphed(x), function(x)), step
 
 
+def _clipped(program):
+    @torch.compile(backend="aot_eager")
+    def clipped(weights):
+        for weight in weights:
+            weight.grad.clamp_(-0.1, 0.1)
+
+    weights = list(program.model.parameters())
+    return lambda: clipped(weights)
+
+
+def _update_in_hooks(program):
+    @torch.compile(backend="aot_eager")
+    @torch.no_grad()
+    def update(weight):
+        weight.sub_(weight.grad, alpha=0.01)
+
+    for weight in program.model.parameters():
+        weight.register_post_accumulate_grad_hook(update)
+    return lambda: None
+
+
+def _momentum(program):
+    weights = program.model.parameters()
+    program.optimizer = torch.optim.SGD(weights, torch.tensor(0.01, device=program.device), momentum=0.9)
+    program.optimizer.step = torch.compile(program.optimizer.step, backend="aot_eager")
+    return lambda: None
+
+
+@pytest.mark.parametrize("change", [_clipped, _update_in_hooks, _momentum])
+def test_compiled_code_finds_gradients_that_the_call_has_made(change, device):
+    def run(graphed):
+        program = Program(device, "aot_eager", how="none")
+        between = change(program)
+
+        def step(x, y):
+            loss = ((program.model(x) - y) ** 2).mean()
+            loss.backward()
+            between()
+            program.optimizer.step()
+            program.optimizer.zero_grad()
+            return loss.detach()
+
+        program.step = CUDAGraphModule(step, config()) if graphed else step
+        return program.run(steps=STEPS + 4), program.step
+
+    (expected, _), (found, wrapper) = run(False), run(True)
+    assert all(map(torch.equal, expected, found))
+    assert wrapper.stats.replays >= STEPS - 4 and wrapper.stats.failures == 0, wrapper.last_failure
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[*INDUCTOR.marks, pytest.mark.slow])])
 def test_an_optimizer_that_is_compiled(backend, device):
     results = []
