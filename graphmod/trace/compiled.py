@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from graphmod.torch_private import BEGINS, ENDS, EVAL_FRAME, INDUCTOR_CODE, mode_flags, set_mode_flags
+from graphmod.torch_private import BEGINS, ENDS, EVAL_FRAME, INDUCTOR_CODE, dynamo_stance, mode_flags, set_mode_flags
 from graphmod.trace import dispatch
 from graphmod.trace.dispatch import Watcher
 from graphmod.trace.operations import Facts
@@ -100,7 +100,9 @@ def replacements(operators: Any) -> list[tuple[Any, str, Any]]:
     ]
 
 
-_regions = OpenInThread()  # calls of compiled code: the frame that made it, whether it is over, what is to be undone
+# Calls of compiled code: the frame that made it; whether it is over, None before it has begun; what is to be undone.
+_regions = OpenInThread()
+_COMPILE_NOTHING = ("force_eager", "eager_on_recompile")  # stances, under which the call begins without a callback
 
 
 def _beginning(begins: Callable, operators: Any) -> Callable:
@@ -111,14 +113,14 @@ def _beginning(begins: Callable, operators: Any) -> Callable:
             top[1] = True
         elif top is not None or recorder is not None:
             undo = Undo()
-            _regions.open.append([id(frame), False, undo])
+            _regions.open.append([id(frame), None, undo])
             if top is None and recorder is not None:
                 recorder.ran_compiled = True
                 undo.enter(dispatch.through_a_mode())
                 undo.enter(_DynamoUnawareOfModes())
                 operators.leave(recorder)
                 undo.then(lambda _: operators.take(recorder))
-                if not recorder.watching:
+                if not recorder.watching and dynamo_stance() not in _COMPILE_NOTHING:
                     undo.enter(torch.compiler.set_stance("fail_on_recompile"))
         return begins(*args)
 
@@ -129,9 +131,14 @@ def _ending(ends: Callable) -> Callable:
     def end(*args: Any) -> Any:
         result = ends(*args)
         top = _regions.open[-1] if _regions.open else None
+        if top is None:
+            return result
+        here = top[0] == id(sys._getframe(1))
         # Where an error comes before the last of the other calls, it is put back what was there before: nothing.
-        if top is not None and (top[1] or (top[0] == id(sys._getframe(1)) and not callable(args[0]))):
+        if top[1] or (here and top[1] is False and not callable(args[0])):
             leave(_regions.open, len(_regions.open) - 1)
+        elif here:
+            top[1] = False
         return result
 
     return end

@@ -311,6 +311,21 @@ def test_compiled_code_finds_gradients_that_the_call_has_made(change, device):
     assert wrapper.stats.replays >= STEPS - 4 and wrapper.stats.failures == 0, wrapper.last_failure
 
 
+@no_inductor
+@pytest.mark.parametrize("stance", ["force_eager", "eager_on_recompile"])
+def test_a_stance_inside_the_call_is_the_users(stance, backend, device):
+    def wrap(program):
+        def call(x):
+            with torch.compiler.set_stance(stance):
+                return made(x)
+
+        made, program.call = program.call, call
+        return whole(program)
+
+    wrapper, _ = both(device, backend, wrap)
+    assert wrapper.stats.replays == STEPS - 2 and wrapper.stats.failures == 0, wrapper.last_failure
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[*INDUCTOR.marks, pytest.mark.slow])])
 def test_an_optimizer_that_is_compiled(backend, device):
     results = []
