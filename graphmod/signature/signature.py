@@ -35,8 +35,9 @@ PLAIN_KEY = 6
 """How many parts the key of a tensor has about which nothing is unusual."""
 
 
-# What dynamo notes on the tensors of a call, under one name or the other depending on the release.
-_NO_MATTER = (STATIC, "_dynamo_propagated_dynamic_indices", "_dynamo_weak_dynamic_indices")
+# What dynamo notes on the tensors of a call, under one name or the other depending on the release, and the range of a
+# `mark_dynamic`, which it looks at only as it compiles.
+_NO_MATTER = (STATIC, "_dynamo_propagated_dynamic_indices", "_dynamo_weak_dynamic_indices", "_dynamo_dynamic_range")
 
 
 def attributes_of(tensor: Tensor) -> dict[str, Any]:

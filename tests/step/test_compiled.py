@@ -326,6 +326,17 @@ def test_a_stance_inside_the_call_is_the_users(stance, backend, device):
     assert wrapper.stats.replays == STEPS - 2 and wrapper.stats.failures == 0, wrapper.last_failure
 
 
+def test_arguments_that_are_marked_as_dynamic_are_of_one_kind(device):
+    made = torch.compile(Block().to(device), backend="aot_eager")
+    graphed = CUDAGraphModule(made, config())
+    with torch.no_grad():
+        for _ in range(STEPS):
+            x = torch.randn(4, 8, device=device)
+            torch._dynamo.mark_dynamic(x, 0, min=2, max=64)
+            assert torch.equal(graphed(x), made(x))
+    assert graphed.stats.replays == STEPS - 2, graphed.last_failure
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[*INDUCTOR.marks, pytest.mark.slow])])
 def test_an_optimizer_that_is_compiled(backend, device):
     results = []
