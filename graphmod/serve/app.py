@@ -59,6 +59,7 @@ from graphmod.serve.schema import (
 )
 from graphmod.serve.service import EngineRequest, Refused, Remote, Service
 from graphmod.serve.settings import ServeSettings
+from graphmod.serve.tools import refuse_constant
 from graphmod.text import Codec, TokenizerCodec
 
 # -- parts of an answer, and how a request is read ---------------------------------------------------------------------
@@ -130,16 +131,12 @@ async def _bytes(request: Request, most: int) -> bytes:
     return bytes(found)
 
 
-def _constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
-
-
 async def _read(request: Request, kind: type[R], most: int, query: Mapping[str, str] | None = None) -> R:
     """The request in a body of at most `most` bytes, which may be empty where there may be a `query`, too. Raises
     ApiError."""
     try:
         raw = await _bytes(request, most) or (b"" if query is None else b"{}")
-        given = json.loads(raw.decode("utf-8-sig"), parse_constant=_constant)
+        given = json.loads(raw.decode("utf-8-sig"), parse_constant=refuse_constant)
         if _SURROGATE.search(raw):
             json.dumps(given, ensure_ascii=False).encode()  # raises for half of a pair, which no tokenizer takes
     except RecursionError:

@@ -32,11 +32,12 @@ def schema_of_calls(tools: Sequence[dict[str, Any]], several: bool) -> dict[str,
 _OBJECT = {"type": "object", "additionalProperties": False}
 
 
-def _no_json(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+def refuse_constant(name: str) -> None:
+    """For `json`, which reads NaN and infinities."""
+    raise ValueError(f"{name} is no number of JSON")
 
 
-_JSON = json.JSONDecoder(parse_constant=_no_json)
+_JSON = json.JSONDecoder(parse_constant=refuse_constant)
 
 
 def _moved(schema: Any, place: str) -> Any:
