@@ -106,8 +106,8 @@ class HostReads:
         self._steps: list[_Done] = []
         self._needed: set[int] = set()
         self._read_from: dict[int, list[Hazard]] = {}  # address of a tensor from outside -> what depends on it
-        self._wanted: list[Callable[[Callable], Tensor]] = []
-        self._dtypes: list[torch.dtype | None] = []  # of a number; None where the bytes count
+        # Computes a value on the device, and the dtype of a number; None where the bytes count.
+        self._wanted: list[tuple[Callable[[Callable], Tensor], torch.dtype | None]] = []
         self.values: list[Any] = []
         self._given_at = list(map(address, leaves))
         for index, (where, leaf) in enumerate(zip(self._given_at, leaves, strict=True)):
@@ -231,22 +231,19 @@ class HostReads:
         if name in _SHARE or len(found) < len(tensors) or not self._take(found, hazard):
             return None
         if name == "_local_scalar_dense" and tensors[0].numel() == 1:
-            self._want(lambda there: there(found[0]), tensors[0].dtype)
+            wanted = (lambda there: there(found[0])), tensors[0].dtype
         elif name == "equal" and tensors[0].size() == tensors[1].size():
-            self._want(lambda there: torch.eq(there(found[0]), there(found[1])).all(), torch.bool)
+            wanted = (lambda there: torch.eq(there(found[0]), there(found[1])).all()), torch.bool
         elif name not in ("_local_scalar_dense", "equal") and sum(tensor.nbytes for tensor in tensors) <= _MOST_BYTES:
-            self._want(lambda there: torch.cat([_bytes(there(view)) for view in found]), None)
+            wanted = (lambda there: torch.cat([_bytes(there(view)) for view in found])), None
         else:
             return None
-        index = len(self._wanted) - 1
+        index, (compute, dtype) = len(self._wanted), wanted
+        self._wanted.append(wanted)
         with hidden(), torch.inference_mode(False), torch.no_grad():
             now = dict(zip(map(id, found), tensors, strict=True))
-            self.values += _on_host([self._wanted[-1](lambda view: now[id(view)].detach())], self._dtypes[-1:])
+            self.values += _on_host([compute(lambda view: now[id(view)].detach())], [dtype])
         return lambda: self.values[index]
-
-    def _want(self, compute: Callable[[Callable], Tensor], dtype: torch.dtype | None) -> None:
-        self._wanted.append(compute)
-        self._dtypes.append(dtype)
 
     def _take(self, views: list[_View], hazard: Hazard) -> bool:
         """Has the steps that lead to these views done again, unless they are too many; returns whether."""
@@ -291,7 +288,7 @@ class HostReads:
         set_grad_enabled(False)
         try:
             with hidden(), NoAutocast(), BelowAutograd():
-                self.values = _on_host(list(self._compute(leaves)), self._dtypes)
+                self.values = _on_host(list(self._compute(leaves)), [dtype for _, dtype in self._wanted])
         finally:
             set_grad_enabled(grad)
         self.seconds = time.perf_counter() - began
@@ -321,7 +318,7 @@ class HostReads:
             results = list(tensors_in((step.op(*given, **named),)))
             for index, memory in step.made:
                 take(memory, results[index])
-        for compute in self._wanted:
+        for compute, _ in self._wanted:
             yield compute(there)
 
 
