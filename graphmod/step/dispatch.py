@@ -419,14 +419,16 @@ def _judge(context: Context, entry: Entry, call: Call, recording: Recording) -> 
         context.spend(entry, 2)
         entry.warm_up_again(1, f"it {COMPILES.effect}, in each call")
         return
-    if recording.refused is not None and torch.is_grad_enabled():  # which may be a consequence
-        recording.refused = context.around.take_over() or recording.refused
+    if recording.refused is not None:
+        recording.refused = methods.refused or recording.refused
+        if torch.is_grad_enabled():  # which it may be a consequence of
+            recording.refused = context.around.take_over() or recording.refused
     of_backward = context.refuses(call, recording)
     recording.refused = recording.refused or of_backward
     if not (recording.refused or recording.communicates) and context.group.whole.take(recording.guards.tensors):
         return  # the next call is recorded, at the addresses that stay
     if recording.parts and context.agreement is not None:
-        recording.refused = recording.refused or PARTS_OF_RANKS
+        recording.refused = recording.refused or methods.refused or PARTS_OF_RANKS
     recording.refused = recording.refused or changed_mode(entry.signature.modes, context.group.modes())
     if call.result.differentiable or recording.backward:
         recording.refused = recording.refused or context.around.kept_accumulators(recording.guards, recording.backward)
@@ -441,7 +443,7 @@ def _judge(context: Context, entry: Entry, call: Call, recording: Recording) -> 
         elif recording.judged_again:
             context.last_failure = recording.refused
         else:
-            context.failed(entry, CaptureRefused(methods.refused or recording.refused), "its forward")
+            context.failed(entry, CaptureRefused(recording.refused), "its forward")
     else:
         entry.warm_up_again(context.config.warmup_steps - 1)
         context.spend(entry)
