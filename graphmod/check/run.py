@@ -44,7 +44,7 @@ from graphmod.signature.call import Call
 from graphmod.signature.flattening import unrepeatable
 from graphmod.signature.modes import FOREIGN, changed_mode, key_reader
 from graphmod.step.dispatch import PARTS_OF_RANKS, STALE
-from graphmod.step.eager_parts import RecordedParts
+from graphmod.step.eager_parts import RecordedPart, RecordedParts
 from graphmod.step.found_parts import Methods
 from graphmod.step.recording import BACKWARD_OUTSIDE, keep_as_found, late_hazards, record_reads
 from graphmod.step.results import bind, not_returned, not_to_be_made_again, outline
@@ -93,7 +93,7 @@ class Part:
         self.root, self.name, self._loss, self._borrowed = root, name, loss, borrowed
         self._before_collective = None if meeting is None else meeting.before
         self._methods = Methods(eager_parts)
-        self._earlier: Guards | None = None
+        self._earlier: tuple[Guards | None, list[RecordedPart]] = (None, [])
         self.eager_for: list[Finding] = []
         self.call = Target(root) if isinstance(root, nn.Module) else root
         self.findings: list[Finding] = []
@@ -175,9 +175,9 @@ class Part:
             self.eager_for = self.findings[before:]
         if recorder.unfinished:
             self._add_said(BACKWARD_OUTSIDE)
-        judged = self._earlier is not None or not known  # what parts change is seen beside a call that had them
+        judged = self._earlier[0] is not None or not known  # what parts change is seen beside a call that had them
         guards = Guards(notes, recorder.backward, bound)
-        self._earlier = None if found else guards
+        self._earlier = (None, []) if found else (guards, parts.made)
         self.guards.append(guards)
         self._look_at_optimizers(notes, recorder, gpu)
         for said in (given.returned(result), not_to_be_made_again(outline(result)[0])):

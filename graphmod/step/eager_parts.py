@@ -59,6 +59,7 @@ from graphmod.trace.recorder import Follower, Parts, Recorder
 from graphmod.trace.undo import Unwinding, let_through, within
 
 MOST = 8  # in one call: more cost more than they bring
+_RETURNS_OTHERS = "returns other values, or tensors of other kinds, than before"
 _RAISES = Reason("is an eager part, and raises an error", OUTSIDE)
 _SINGLE = (type, torch.dtype, torch.layout, torch.memory_format)  # of whose objects there is one each
 
@@ -247,7 +248,7 @@ class RecordedParts(Parts):
         noted: what notes what the call reads.
         draws: what it draws on the host.
         methods: has put methods in place of others.
-        earlier: the guards of a call that was recorded before it.
+        earlier: the guards of a call that was recorded before it, and its parts.
 
     Attributes:
         made: the parts, in order.
@@ -259,10 +260,11 @@ class RecordedParts(Parts):
         noted: noting,
         draws: HostDraws,
         methods: AbstractContextManager,
-        earlier: Guards | None = None,
+        earlier: tuple[Guards | None, list[RecordedPart]] = (None, []),
     ) -> None:
         self._call, self.noted, self._draws, self._methods = call, noted, draws, methods
-        self._earlier, self._is_as_then = earlier, False
+        self._earlier, self._made_earlier = earlier
+        self._is_as_then = False
         self._drawn = 0
         self._held: list[Any] = []  # so that nothing else comes to lie where these do
         self._beside = _beside()
@@ -323,6 +325,9 @@ class RecordedParts(Parts):
             return []
         form = _returned(result)
         known.returned = form.outline
+        before = next(iter(self._made_earlier[len(self.made) - 1 :]), known)
+        if before.where == known.where and before.returned not in (None, known.returned):
+            raise CaptureRefused(_RETURNS_OTHERS)
         there = {address(tensor) for tensor in given} - {0}
         own = torch.empty(1)
         uses = storage_uses(own.untyped_storage()._cdata)
@@ -529,7 +534,7 @@ class EagerPart:
             return None
         returned = _returned(self.outcome[0])
         if returned.outline != self.known.returned or returned.has_parts:
-            raise CaptureRefused(f"{self.known} returns other values, or tensors of other kinds, than before")
+            raise CaptureRefused(f"{self.known} {_RETURNS_OTHERS}")
         if not self.results:
             with torch.inference_mode(False), torch.no_grad():
                 self.results = [_Own(_Loan(kept.data), kept) for kept in map(torch.clone, returned.tensors)]

@@ -199,7 +199,7 @@ def record_reads(
     before_collective: Callable | None = None,
     methods: Methods | None = None,
     follows: bool = False,
-    earlier: Guards | None = None,
+    earlier: tuple[Guards | None, list[RecordedPart]] = (None, []),
 ) -> tuple[Recorder, Notes, Given]:
     """Makes a call; returns all that recorded it, what its Python read too, before anything is made of that. See
     `record`, `Recorder` for `before_collective`, and `RecordedParts` for `earlier`."""

@@ -396,6 +396,18 @@ def test_a_marked_part_that_changes_what_is_read_later_is_a_hazard():
     assert graphmod.check(lambda x: (x * holder.scale, last())[0], X).captured
 
 
+def test_a_part_that_returns_other_values_in_each_call_is_a_hazard():
+    counted = []
+
+    @graphmod.eager
+    def count():
+        counted.append(0)
+        return len(counted)
+
+    assert "returns other values" in only(graphmod.check(lambda x: x * count(), X)).effect
+    assert graphmod.check(lambda x: x * min(count(), 1), X, calls=1).captured
+
+
 def counting_step():
     model = mlp(torch.device("cpu"))
     adam = torch.optim.RAdam(model.parameters(), lr=0.01, foreach=True)
