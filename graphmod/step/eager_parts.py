@@ -315,6 +315,8 @@ class RecordedParts(Parts):
             raise CaptureRefused(f"comes after code that {changed}")
         form = _Form(value, functools.partial(self._is_old, known))
         known.given = form.outline
+        if any(tensor.requires_grad and not self.noted.is_old(tensor) for tensor in form.tensors):
+            raise CaptureRefused("is given a tensor that requires grad; pass it detached")
         return [tensor.detach() for tensor in form.tensors]  # and not itself: autograd counts who holds gradients
 
     def _take_returned(self, known: RecordedPart, result: Any, given: list[Tensor], is_used: bool) -> list[Tensor]:

@@ -408,6 +408,19 @@ def test_a_part_that_returns_other_values_in_each_call_is_a_hazard():
     assert graphmod.check(lambda x: x * min(count(), 1), X, calls=1).captured
 
 
+def test_a_part_that_is_given_a_tensor_with_a_history_is_a_hazard():
+    model = mlp(torch.device("cpu"))
+    tell = graphmod.eager(lambda loss: None)
+
+    def step(x):
+        loss = model(x).sum()
+        tell(loss)
+        loss.backward()
+        model.zero_grad()
+
+    assert "is given a tensor that requires grad" in only(graphmod.check(step, X)).effect
+
+
 def counting_step():
     model = mlp(torch.device("cpu"))
     adam = torch.optim.RAdam(model.parameters(), lr=0.01, foreach=True)
