@@ -9,6 +9,7 @@ before it. What comes before a step has ended when the step begins, since a grap
 """
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -36,7 +37,7 @@ def early_launch(early: bool) -> dict[str, bool]:
 
 _MOST_PREFETCHED = 16 * 2**20  # bytes of weights: a part of the cache, so that they are there when wanted
 _MOST_STAGES = 4
-_LINE: tl.constexpr = tl.constexpr(64)  # numbers of two bytes in a line of the cache
+_LINE: tl.constexpr = tl.constexpr(128)  # bytes of a line of the cache
 
 
 @triton.jit
@@ -70,7 +71,8 @@ def place(
 @triton.jit
 def prefetch(begin, FEATURES: tl.constexpr, DEPTH: tl.constexpr):
     """Brings FEATURES numbers of the rows of a weight that begin there into the L2 cache; a multiple of DEPTH."""
-    line = tl.arange(0, DEPTH // _LINE) * _LINE
+    each: tl.constexpr = _LINE * 8 // begin.dtype.element_ty.primitive_bitwidth
+    line = tl.arange(0, DEPTH // each) * each
     for start in tl.range(0, FEATURES, DEPTH):
         lines = begin + start + line[None, :]
         tl.inline_asm_elementwise(
@@ -78,9 +80,40 @@ def prefetch(begin, FEATURES: tl.constexpr, DEPTH: tl.constexpr):
         )
 
 
-def prefetched(features: int, columns: int, parts: int, depth: int) -> int:
+@triton.jit
+def _widened(weight, dtype: tl.constexpr):
+    """Numbers of a weight in float32 or half precision, which hold those of 8 bits exactly."""
+    if weight.dtype == tl.int8 and dtype == tl.float32:
+        # Each becomes the last byte of a float from 2**23 on, from which that is taken: a GPU converts a quarter as
+        # many integers as it adds floats.
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 word, a, b, c, d;
+            xor.b32 word, $4, 0x80808080;
+            prmt.b32 a, word, 0x4B000000, 0x7540;
+            prmt.b32 b, word, 0x4B000000, 0x7541;
+            prmt.b32 c, word, 0x4B000000, 0x7542;
+            prmt.b32 d, word, 0x4B000000, 0x7543;
+            add.f32 $0, a, 0fCB000080;
+            add.f32 $1, b, 0fCB000080;
+            add.f32 $2, c, 0fCB000080;
+            add.f32 $3, d, 0fCB000080;
+            }""",
+            "=f,=f,=f,=f,r",
+            [weight],
+            tl.float32,
+            True,
+            4,
+        )
+    elif weight.dtype == tl.float8e4nv:  # by way of what GPUs have an instruction for
+        return weight.to(tl.float16).to(dtype)
+    else:
+        return weight.to(dtype)
+
+
+def prefetched(features: int, columns: int, parts: int, depth: int, itemsize: int = 2) -> int:
     """How many features of a part are brought into the cache."""
-    most = _MOST_PREFETCHED // (columns * parts * 2) // depth * depth
+    most = _MOST_PREFETCHED // (columns * parts * itemsize) // depth * depth
     return min(features // parts, most)
 
 
@@ -97,6 +130,7 @@ def stages(most: int, tile: int, device: torch.device) -> int:
 # that matters: of some 20 settings on an H200 this is the fastest for a layer of Qwen3-0.6B (22.7 us, 30.3 if it waits
 # for its input first) and within 1 % of it for one of Qwen3-8B, when each let the next kernel start after its wait.
 _ROW_OUT, _ROW_DEPTH = 4, 4096
+_ROW_OUT_8 = 2  # of weights of 8 bits, whose numbers have to be converted
 
 
 @triton.jit
@@ -113,6 +147,9 @@ def _multiply_row(
     first_weight,
     second_weight,
     third_weight,
+    first_scale,
+    second_scale,
+    third_scale,
     first_out,
     second_out,
     third_out,
@@ -123,6 +160,7 @@ def _multiply_row(
     OUT: tl.constexpr,
     DEPTH: tl.constexpr,
     GATED: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     """Each program makes OUT columns of one result; gated, of the first two weights together."""
     # At once: most products have a small kernel or attention behind them, and the next product waits for that.
@@ -137,38 +175,54 @@ def _multiply_row(
     some = _tile(weight + begin, depth[None, :], 0, FEATURES, DEPTH)
     if GATED:
         others = _tile(second_weight + begin, depth[None, :], 0, FEATURES, DEPTH)
+    if SCALED:
+        scale, _, _, _ = place(
+            program, first_scale, second_scale, third_scale, first_out, second_out, third_out, FIRST, SECOND, THIRD, OUT
+        )
+        factor = tl.load(scale + column)
+        if GATED:
+            other_factor = tl.load(second_scale + column)
     # The kernel before may still run. It makes the input, but no weight: those come meanwhile.
     tl.extra.cuda.gdc_wait()
     taken = _tile(x + depth, depth, 0, FEATURES, DEPTH).to(tl.float32)[None, :]
-    total = tl.sum(some.to(tl.float32) * taken, 1)
+    total = tl.sum(_widened(some, tl.float32) * taken, 1)
     if GATED:
-        given = tl.sum(others.to(tl.float32) * taken, 1)
+        given = tl.sum(_widened(others, tl.float32) * taken, 1)
     for start in tl.static_range(DEPTH, FEATURES, DEPTH):
         taken = _tile(x + depth, depth, start, FEATURES, DEPTH).to(tl.float32)[None, :]
         some = _tile(weight + begin, depth[None, :], start, FEATURES, DEPTH)
-        total += tl.sum(some.to(tl.float32) * taken, 1)
+        total += tl.sum(_widened(some, tl.float32) * taken, 1)
         if GATED:
             others = _tile(second_weight + begin, depth[None, :], start, FEATURES, DEPTH)
-            given += tl.sum(others.to(tl.float32) * taken, 1)
+            given += tl.sum(_widened(others, tl.float32) * taken, 1)
+    if SCALED:
+        total *= factor
+        if GATED:
+            given *= other_factor
     if GATED:
         total = total / (1 + tl.exp(-total)) * given
     tl.store(out + column, total.to(out.dtype.element_ty))
 
 
-def multiply_row(x: Tensor, weights: list[Tensor], widths: list[int], outs: list[Tensor], gated: bool) -> None:
+def multiply_row(
+    x: Tensor, weights: list[Tensor], scales: list[Tensor], widths: list[int], outs: list[Tensor], gated: bool
+) -> None:
     """See `operations.multiply`; of one row, for GPUs of compute capability 9.0 and newer."""
     features = x.shape[1]
     widths = [*widths[:1], 0, 0] if gated else widths
-    _multiply_row[(sum(widths) // _ROW_OUT,)](
+    columns = _ROW_OUT_8 if scales else _ROW_OUT
+    _multiply_row[(sum(widths) // columns,)](
         x,
         *weights,
+        *(scales or weights),
         *outs,
         features,
         *widths,
-        OUT=_ROW_OUT,
+        OUT=columns,
         DEPTH=min(_ROW_DEPTH, triton.next_power_of_2(features)),
         GATED=gated,
-        num_warps=8 if features >= _ROW_DEPTH else 4,
+        SCALED=bool(scales),
+        num_warps=8 if features >= _ROW_DEPTH and not scales else 4,
         **early_launch(True),
     )
 
@@ -180,6 +234,9 @@ def multiply_row(x: Tensor, weights: list[Tensor], widths: list[int], outs: list
 # (13.1 one after the other); gate and up 5.3 (10.3). The weight is the left factor because it has the 64 rows that
 # newer tensor cores take there, which an input often has not.
 _OUT, _DEPTH, _WARPS = 64, 128, 4
+# With weights of 8 bits the input is the left factor up to so many rows. On an H200 a layer of Qwen3-8B takes 60 us
+# with 4 rows and 90 with 32 that way, 83 and 94 the other way, with 128 rows 195 and 134; in bfloat16 102, 107 and 142.
+_MOST_LEFT = 32
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -188,6 +245,94 @@ def _multiply_batch(
     first_weight,
     second_weight,
     third_weight,
+    first_scale,
+    second_scale,
+    third_scale,
+    first_out,
+    second_out,
+    third_out,
+    rows,
+    FEATURES: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    THIRD: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUT: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+    PREFETCHED: tl.constexpr,
+    GATED: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """Each program makes OUT columns of one result, for all rows, of a part of the features. Gated, it makes half as
+    many columns of the first two weights, and of these one."""
+    program, part = tl.program_id(0), tl.program_id(1)
+    each: tl.constexpr = FEATURES // PARTS
+    weight, out, width, first_column = place(
+        program, first_weight, second_weight, third_weight, first_out, second_out, third_out, FIRST, SECOND, THIRD, OUT
+    )
+    row, depth = tl.arange(0, ROWS), tl.arange(0, DEPTH)
+    lane = tl.arange(0, OUT)
+    if GATED:
+        # Eight of the one weight and eight of the other in turn: so a thread that holds a number of the one also holds
+        # that of the other (PTX ISA, "Register Fragments for wgmma").
+        column = program * (OUT // 2) + lane // 16 * 8 + lane % 8
+        weight = tl.where(lane // 8 % 2 == 0, first_weight, second_weight)[:, None]
+    else:
+        column = first_column + lane
+    begin = weight + column[:, None].to(tl.int64) * FEATURES + part * each
+    if SCALED:
+        if GATED:
+            scale = tl.where(lane // 8 % 2 == 0, first_scale, second_scale)
+        else:
+            scale, _, _, _ = place(
+                program,
+                first_scale,
+                second_scale,
+                third_scale,
+                first_out,
+                second_out,
+                third_out,
+                FIRST,
+                SECOND,
+                THIRD,
+                OUT,
+            )
+        factor = tl.load(scale + column)
+    there = row < rows
+    if EARLY:
+        # The kernel before may still run. It makes the input, but no weight: those come into the cache meanwhile.
+        prefetch(begin, PREFETCHED, DEPTH)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    weights = begin + depth[None, :]
+    inputs = x + row[None, :] * FEATURES + part * each + depth[:, None]
+    total = tl.zeros((OUT, ROWS), tl.float32)
+    for start in tl.range(0, each, DEPTH, num_stages=STAGES):
+        taken = tl.load(inputs + start, mask=there[None, :], other=0.0)
+        total = tl.dot(_widened(tl.load(weights + start), taken.dtype), taken, total)
+    if SCALED:
+        total *= factor[:, None]
+    if GATED:
+        pairs = tl.permute(tl.reshape(total, (OUT // 16, 2, 8, ROWS)), (0, 2, 3, 1))
+        opened, given = tl.split(pairs)
+        total = tl.reshape(opened / (1 + tl.exp(-opened)) * given, (OUT // 2, ROWS))
+        column = program * (OUT // 2) + tl.arange(0, OUT // 2)
+    result = total.to(out.dtype.element_ty)
+    tl.store(out + (part * rows + row)[None, :] * width + column[:, None], result, mask=there[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _multiply_left(
+    x,
+    first_weight,
+    second_weight,
+    third_weight,
+    first_scale,
+    second_scale,
+    third_scale,
     first_out,
     second_out,
     third_out,
@@ -205,54 +350,74 @@ def _multiply_batch(
     PREFETCHED: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """Each program makes OUT columns of one result, for all rows, of a part of the features. Gated, it makes half as
-    many columns of the first two weights, and of these one."""
+    """As `_multiply_batch`, but the input is the left factor: tensor cores then take weights from registers, where they
+    are converted."""
     program, part = tl.program_id(0), tl.program_id(1)
     each: tl.constexpr = FEATURES // PARTS
-    weight, out, width, first_column = place(
-        program, first_weight, second_weight, third_weight, first_out, second_out, third_out, FIRST, SECOND, THIRD, OUT
-    )
-    row, depth = tl.arange(0, ROWS), tl.arange(0, DEPTH)
-    lane = tl.arange(0, OUT)
-    if GATED:
-        # Eight of the one weight and eight of the other in turn: so a thread that holds a number of the one also holds
-        # that of the other (PTX ISA, "Register Fragments for wgmma").
-        column = program * (OUT // 2) + lane // 16 * 8 + lane % 8
-        begin = tl.where(lane // 8 % 2 == 0, first_weight, second_weight)[:, None] + column[:, None] * FEATURES
+    row, depth, lane = tl.arange(0, ROWS), tl.arange(0, DEPTH), tl.arange(0, OUT)
+    if GATED:  # one of the one weight and one of the other in turn, which a thread holds both
+        out, width = first_out, FIRST
+        column = program * (OUT // 2) + lane // 2
+        weight = tl.where(lane % 2 == 0, first_weight, second_weight)[:, None]
+        scale = tl.where(lane % 2 == 0, first_scale, second_scale)
     else:
-        column = first_column + lane
-        begin = weight + column[:, None] * FEATURES
-    begin += part * each
+        weight, out, width, column = place(
+            program,
+            first_weight,
+            second_weight,
+            third_weight,
+            first_out,
+            second_out,
+            third_out,
+            FIRST,
+            SECOND,
+            THIRD,
+            OUT,
+        )
+        scale, _, _, _ = place(
+            program, first_scale, second_scale, third_scale, first_out, second_out, third_out, FIRST, SECOND, THIRD, OUT
+        )
+        column += lane
+    begin = weight + column[:, None].to(tl.int64) * FEATURES + part * each
     there = row < rows
     if EARLY:
-        # The kernel before may still run. It makes the input, but no weight: those come into the cache meanwhile.
         prefetch(begin, PREFETCHED, DEPTH)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    factor = tl.load(scale + column)
     weights = begin + depth[None, :]
-    inputs = x + row[None, :] * FEATURES + part * each + depth[:, None]
-    total = tl.zeros((OUT, ROWS), tl.float32)
+    inputs = x + row[:, None] * FEATURES + part * each + depth[None, :]
+    total = tl.zeros((ROWS, OUT), tl.float32)
     for start in tl.range(0, each, DEPTH, num_stages=STAGES):
-        taken = tl.load(inputs + start, mask=there[None, :], other=0.0)
-        total = tl.dot(tl.load(weights + start), taken, total)
+        taken = tl.load(inputs + start, mask=there[:, None], other=0.0)
+        total = tl.dot(taken, tl.trans(_widened(tl.load(weights + start), taken.dtype)), total)
+    total *= factor[None, :]
     if GATED:
-        pairs = tl.permute(tl.reshape(total, (OUT // 16, 2, 8, ROWS)), (0, 2, 3, 1))
-        opened, given = tl.split(pairs)
-        total = tl.reshape(opened / (1 + tl.exp(-opened)) * given, (OUT // 2, ROWS))
+        opened, given = tl.split(tl.reshape(total, (ROWS, OUT // 2, 2)))
+        total = opened / (1 + tl.exp(-opened)) * given
         column = program * (OUT // 2) + tl.arange(0, OUT // 2)
-    result = total.to(out.dtype.element_ty)
-    tl.store(out + (part * rows + row)[None, :] * width + column[:, None], result, mask=there[None, :])
+    at = (part * rows + row)[:, None] * width + column[None, :]
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=there[:, None])
 
 
 def multiply_batch(
-    x: Tensor, weights: list[Tensor], widths: list[int], outs: list[Tensor], parts: int, gated: bool
+    x: Tensor,
+    weights: list[Tensor],
+    scales: list[Tensor],
+    widths: list[int],
+    outs: list[Tensor],
+    parts: int,
+    gated: bool,
 ) -> None:
     """See `operations.multiply`; of up to 128 rows."""
-    rows, features = max(16, triton.next_power_of_2(len(x))), x.shape[1]
+    rows, features, itemsize = max(16, triton.next_power_of_2(len(x))), x.shape[1], weights[0].itemsize
     early = can_start_early(x.device)
-    _multiply_batch[(sum(widths) // _OUT, parts)](
+    left = bool(scales) and rows <= _MOST_LEFT
+    kernel: Any = _multiply_left if left else _multiply_batch
+    kernel[(sum(widths) // _OUT, parts)](
         x,
         *weights,
+        *(scales or weights),
         *outs,
         len(x),
         features,
@@ -261,10 +426,11 @@ def multiply_batch(
         ROWS=rows,
         OUT=_OUT,
         DEPTH=_DEPTH,
-        STAGES=stages(_MOST_STAGES, 2 * _DEPTH * (rows + _OUT), x.device),
+        STAGES=stages(_MOST_STAGES, _DEPTH * (2 * rows + itemsize * _OUT), x.device),
         EARLY=early,
-        PREFETCHED=prefetched(features, sum(widths), parts, _DEPTH),
+        PREFETCHED=prefetched(features, sum(widths), parts, _DEPTH, itemsize),
         GATED=gated,
+        **({} if left else {"SCALED": bool(scales)}),
         num_warps=_WARPS,
         **early_launch(early),
     )

@@ -10,6 +10,7 @@ step may write to them. A long row is reduced in two stages, because compilers g
 import operator
 from collections import defaultdict
 from importlib.util import find_spec
+from itertools import zip_longest
 from math import ceil
 from typing import Any
 
@@ -28,6 +29,7 @@ OUT, DEPTH = 64, 128  # out features and features of weights are multiples of th
 _LARGEST_WEIGHT = 16 * 2**20  # bytes, of several rows; for more, reading takes longer than a launch
 _FEWEST_COLUMNS = 48 * 64  # of all weights of an operation; with fewer, most of a large GPU would read nothing
 _FULL, _MOST_PARTS = 96, 8  # programs that fill a GPU; parts of a weight's features
+_FULL_OF_8_BITS = 160  # programs that convert what they load
 
 
 def join_products(graph: GraphModule, device: str = "cuda") -> int:
@@ -47,28 +49,31 @@ def join_products(graph: GraphModule, device: str = "cuda") -> int:
         from graphmod.fuse.kernels import can_start_early
 
         early = can_start_early(torch.device("cuda", torch.cuda.current_device()))
-    groups: defaultdict[tuple[Node, int], list[Node]] = defaultdict(list)
+    groups: defaultdict[tuple[Node, int, torch.dtype], list[Node]] = defaultdict(list)
     writes = 0  # so far: what is on the two sides of one may not see the same input
     for node in graph.graph.nodes:
         writes += is_write(node)
-        if node.target is _aten.linear.default and _fits(node, device, 1 if early else 2):
-            groups[operands(node)[0], writes].append(node)
+        if node.target in LINEAR and _fits(node, device, 1 if early else 2):
+            groups[operands(node)[0], writes, operands(node)[1].meta["val"].dtype].append(node)
     joined = 0
     for nodes in groups.values():
         for start in range(0, len(nodes), MOST_WEIGHTS):
             some = nodes[start : start + MOST_WEIGHTS]
             x = operands(some[0])[0]  # of now: what it was may have been joined
-            columns = sum(len(operands(node)[1].meta["val"]) for node in some)
-            if _rows(x) == 1 or (columns >= _FEWEST_COLUMNS and len(some) > 1):
-                if not _join_gated(graph, x, some):
-                    _join(graph, x, some)
+            columns, _ = _extent(some)
+            together = _rows(x) == 1 or (columns >= _FEWEST_COLUMNS and len(some) > 1)
+            if together and _join_gated(graph, x, some):
                 joined += 1
                 continue
-            for node in some:
-                weight = operands(node)[1].meta["val"]
-                if (parts := _parts(early and _rows(x) >= FEWEST_IN_BULK, *weight.shape)) > 1:
-                    _divide(graph, x, node, parts)
-                    joined += 1
+            full = _FULL_OF_8_BITS if _scales(*some) else _FULL // 2 if early and _rows(x) >= FEWEST_IN_BULK else _FULL
+            whole = _rows(x) == 1 or (together and not _scales(*some))
+            for each in [some] if together else [[node] for node in some]:
+                parts = 1 if whole else _parts(full, *_extent(each))
+                if parts > 1:
+                    _divide(graph, x, each, parts)
+                elif together:
+                    _join(graph, x, each)
+                joined += together or parts > 1
     if joined:
         graph.recompile()
     return joined
@@ -100,7 +105,7 @@ def _join(graph: GraphModule, x: Node, nodes: list[Node]) -> None:
     """What has a bias is rounded once it is added, and not before, as by a linear layer."""
     dtype = torch.float32 if any(map(_bias, nodes)) else x.meta["val"].dtype
     with graph.graph.inserting_before(nodes[0]):
-        given = (x, [node.args[1] for node in nodes], dtype)
+        given = (x, [node.args[1] for node in nodes], dtype, _scales(*nodes))
         joined = graph.graph.call_function(torch.ops.graphmod.products.default, given)
         parts = [graph.graph.call_function(operator.getitem, (joined, index)) for index in range(len(nodes))]
     for node, part in zip(nodes, parts, strict=True):
@@ -121,7 +126,13 @@ def _replace(graph: GraphModule, node: Node, product: Node, rounds: bool) -> Non
 
 
 def _bias(node: Node) -> Node | None:
-    return operands(node)[2] if len(node.args) > 2 else None
+    place = LINEAR[node.target]
+    return operands(node)[place] if len(node.args) > place else None
+
+
+def _scales(*nodes: Node) -> list[Node]:
+    """Those of the weights, which are of one dtype, if it has some."""
+    return [operands(node)[2] for node in nodes if node.target is torch.ops.graphmod.scaled_linear.default]
 
 
 def _join_gated(graph: GraphModule, x: Node, nodes: list[Node]) -> bool:
@@ -137,7 +148,7 @@ def _join_gated(graph: GraphModule, x: Node, nodes: list[Node]) -> bool:
         if not alone or whole.target is not _aten.mul.Tensor or {*whole.args} != {silu, up} or len(alike) > 1:
             continue
         with graph.graph.inserting_before(nodes[0]):
-            given = (x, gate.args[1], up.args[1])
+            given = (x, gate.args[1], up.args[1], _scales(gate, up))
             joined = graph.graph.call_function(torch.ops.graphmod.gated_product.default, given)
         joined.meta = dict(whole.meta)
         whole.replace_all_uses_with(joined)
@@ -151,47 +162,65 @@ def _rows(x: Node) -> int:
     return x.meta["val"].numel() // max(1, x.meta["val"].shape[-1])
 
 
-def _parts(in_bulk: bool, columns: int, features: int) -> int:
-    """Into how many parts the features of a weight are divided, so that there are programs for a GPU."""
-    parts, each = 1, OUT // 2 if in_bulk else OUT
-    while parts < _MOST_PARTS and parts * columns < _FULL * each and features % (2 * parts * DEPTH) == 0:
+def _extent(nodes: list[Node]) -> tuple[int, int]:
+    """The out features of some products together, and their features."""
+    shapes = [operands(node)[1].meta["val"].shape for node in nodes]
+    return sum(columns for columns, _ in shapes), shapes[0][1]
+
+
+def _parts(full: int, columns: int, features: int) -> int:
+    """Into how many parts the features of weights are divided, so that there are programs for a GPU: `full`."""
+    parts = 1
+    while parts < _MOST_PARTS and parts * columns < full * OUT and features % (2 * parts * DEPTH) == 0:
         parts *= 2
     return parts
 
 
-def _divide(graph: GraphModule, x: Node, node: Node, parts: int) -> None:
+def _divide(graph: GraphModule, x: Node, nodes: list[Node], parts: int) -> None:
     """The parts are added one by one, which a compiler does where it uses the sum."""
     call = graph.graph.call_function
-    with graph.graph.inserting_before(node):
-        divided = call(torch.ops.graphmod.divided_product.default, (x, node.args[1], parts))
-        total = call(_aten.select.int, (divided, 0, 0))
-        for part in range(1, parts):
-            total = call(_aten.add.Tensor, (total, call(_aten.select.int, (divided, 0, part))))
-        _replace(graph, node, total, rounds=True)
+    with graph.graph.inserting_before(nodes[0]):
+        given = (x, [node.args[1] for node in nodes], parts, _scales(*nodes))
+        divided = call(torch.ops.graphmod.divided_products.default, given)
+        products = [call(operator.getitem, (divided, index)) for index in range(len(nodes))]
+    for node, product in zip(nodes, products, strict=True):
+        with graph.graph.inserting_before(node):
+            total = call(_aten.select.int, (product, 0, 0))
+            for part in range(1, parts):
+                total = call(_aten.add.Tensor, (total, call(_aten.select.int, (product, 0, part))))
+            _replace(graph, node, total, rounds=True)
 
 
 def _fits(node: Node, device: str, fewest_rows: int) -> bool:
-    """Whether it is a product that the kernels can do: `linear(x, weight, bias)`, of a weight that nothing changes."""
-    if node.kwargs or not 2 <= len(node.args) <= 3 or not all(isinstance(one, Node) for one in node.args[:2]):
+    """Whether it is a product that the kernels can do: a linear layer, of a weight that nothing changes."""
+    fewest = LINEAR[node.target]
+    if node.kwargs or len(node.args) < fewest or not all(isinstance(one, Node) for one in node.args[:fewest]):
         return False
-    (x, weight), bias = operands(node)[:2], _bias(node)
-    given: list[Any] = [one.meta.get("val") for one in (x, weight, node, *([] if bias is None else [bias]))]
-    if not all(map(_plain, given)) or not weight.meta.get("is_weight"):
+    (x, weight), scales, bias = operands(node)[:2], _scales(node), _bias(node)
+    if not all(one.meta.get("is_weight") for one in (weight, *scales)):
         return False
-    left, right, *_ = given
+    given: list[Any] = [one.meta.get("val") for one in (x, node, *([] if bias is None else [bias]))]
+    left, right = given[0], weight.meta.get("val")
+    if not all(map(_plain, (*given, right))):
+        return False
     if right.dim() != 2 or not right.is_contiguous():
         return False
     if not all(isinstance(size, int) for size in (*left.shape, *right.shape)):
         return False
     return (
         all(one.device.type == device and one.dtype == left.dtype for one in given)  # not so under autocast
+        and right.device.type == device
+        and (bool(scales) or right.dtype == left.dtype)
         and (bias is None or bias.meta["val"].dim() < 2)  # more are added to rows that are flattened
         and left.dtype in (torch.bfloat16, torch.float16)
         and fewest_rows <= _rows(x) <= MOST_ROWS
-        and (_rows(x) == 1 or 0 < right.nbytes < _LARGEST_WEIGHT)
-        and right.shape[0] % OUT == 0
-        and right.shape[1] % DEPTH == 0
+        and (_rows(x) == 1 or bool(scales) or 0 < right.nbytes < _LARGEST_WEIGHT)
+        and _divides(right)
     )
+
+
+def _divides(weight: Tensor) -> bool:
+    return weight.shape[0] % OUT == 0 and weight.shape[1] % DEPTH == 0
 
 
 def _plain(value: Any) -> bool:
@@ -202,99 +231,151 @@ def _plain(value: Any) -> bool:
 
 
 @library.custom_op("graphmod::products", mutates_args=())
-def products(x: Tensor, weights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def products(x: Tensor, weights: list[Tensor], dtype: torch.dtype, scales: list[Tensor]) -> list[Tensor]:
     """`[x @ weight.T for weight in weights]`, summed in float32.
 
     Args:
         x: (..., features) of 1 to 128 rows in bfloat16 or float16; features a multiple of 128.
-        weights: up to three, (out features, features), contiguous; out features a multiple of 64.
+        weights: up to three, (out features, features), contiguous; out features a multiple of 64. All of one dtype:
+            that of `x`, or int8 or float8_e4m3fn with scales.
         dtype: of the results: that of `x`, or float32.
+        scales: (out features,) float32 of each weight, which multiply its product; none where it has the dtype of `x`.
     """
     if not x.is_cuda:
         x = x.to(dtype)
-        return [torch.nn.functional.linear(x, weight.to(dtype)) for weight in weights]
+        pairs = zip_longest(weights, scales)
+        return [torch.nn.functional.linear(x, _unscaled(weight, scale, dtype)) for weight, scale in pairs]
     flat = x.reshape(-1, x.shape[-1]).contiguous()
     outs = [flat.new_empty(len(flat), len(weight), dtype=dtype) for weight in weights]
     with torch.cuda.device_of(x):
-        multiply(flat, weights, outs)
+        multiply(flat, weights, outs, scales)
     return [out.view(*x.shape[:-1], -1) for out in outs]
 
 
 @products.register_fake
-def _(x: Tensor, weights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def _(x: Tensor, weights: list[Tensor], dtype: torch.dtype, scales: list[Tensor]) -> list[Tensor]:
     return [x.new_empty(*x.shape[:-1], len(weight), dtype=dtype) for weight in weights]
 
 
 @library.custom_op("graphmod::gated_product", mutates_args=())
-def gated_product(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+def gated_product(x: Tensor, gate: Tensor, up: Tensor, scales: list[Tensor]) -> Tensor:
     """`silu(x @ gate.T) * (x @ up.T)`, computed in float32 and rounded once.
 
     Args:
         x: (..., features) of 1 to 128 rows in bfloat16 or float16; features a multiple of 128.
-        gate, up: (out features, features) each, contiguous; out features a multiple of 64.
+        gate, up: (out features, features) each, contiguous; out features a multiple of 64; as in `products`.
+        scales: as in `products`.
     """
     if not x.is_cuda:
-        opened, given = (torch.nn.functional.linear(x.float(), weight.float()) for weight in (gate, up))
+        weights = (_unscaled(weight, scale, torch.float32) for weight, scale in zip_longest((gate, up), scales))
+        opened, given = (torch.nn.functional.linear(x.float(), weight) for weight in weights)
         return (torch.nn.functional.silu(opened) * given).to(x.dtype)
     flat = x.reshape(-1, x.shape[-1]).contiguous()
     out = flat.new_empty(len(flat), len(gate))
     with torch.cuda.device_of(x):
-        multiply(flat, [gate, up], [out], gated=True)
+        multiply(flat, [gate, up], [out], scales, gated=True)
     return out.view(*x.shape[:-1], -1)
 
 
 @gated_product.register_fake
-def _(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+def _(x: Tensor, gate: Tensor, up: Tensor, scales: list[Tensor]) -> Tensor:
     return x.new_empty(*x.shape[:-1], len(gate))
 
 
-@library.custom_op("graphmod::divided_product", mutates_args=())
-def divided_product(x: Tensor, weight: Tensor, parts: int) -> Tensor:
-    """(parts, ..., out features) in float32, whose sum over the parts is `x @ weight.T`: of each part of the features.
+@library.custom_op("graphmod::divided_products", mutates_args=())
+def divided_products(x: Tensor, weights: list[Tensor], parts: int, scales: list[Tensor]) -> list[Tensor]:
+    """As `products`, of each part of the features: of each weight (parts, ..., out features) in float32, whose sum over
+    the parts is the product.
 
     Args:
-        x: (..., features) of 1 to 128 rows in bfloat16 or float16.
-        weight: (out features, features), contiguous; out features a multiple of 64.
+        x, weights, scales: as in `products`.
         parts: each of a multiple of 128 features.
     """
     if not x.is_cuda:
-        pairs = zip(x.chunk(parts, -1), weight.chunk(parts, -1), strict=True)
-        return torch.stack([torch.nn.functional.linear(some.float(), other.float()) for some, other in pairs])
+        whole = [_unscaled(weight, scale, torch.float32) for weight, scale in zip_longest(weights, scales)]
+        pairs = [zip(x.float().chunk(parts, -1), weight.chunk(parts, -1), strict=True) for weight in whole]
+        return [torch.stack([torch.nn.functional.linear(*pair) for pair in some]) for some in pairs]
     flat = x.reshape(-1, x.shape[-1]).contiguous()
-    out = flat.new_empty(parts, len(flat), len(weight), dtype=torch.float32)
+    outs = [flat.new_empty(parts, len(flat), len(weight), dtype=torch.float32) for weight in weights]
     with torch.cuda.device_of(x):
-        multiply(flat, [weight], [out], parts=parts)
-    return out.view(parts, *x.shape[:-1], -1)
+        multiply(flat, weights, outs, scales, parts=parts)
+    return [out.view(parts, *x.shape[:-1], -1) for out in outs]
 
 
-@divided_product.register_fake
-def _(x: Tensor, weight: Tensor, parts: int) -> Tensor:
-    return x.new_empty(parts, *x.shape[:-1], len(weight), dtype=torch.float32)
+@divided_products.register_fake
+def _(x: Tensor, weights: list[Tensor], parts: int, scales: list[Tensor]) -> list[Tensor]:
+    return [x.new_empty(parts, *x.shape[:-1], len(weight), dtype=torch.float32) for weight in weights]
 
 
-def multiply(x: Tensor, weights: list[Tensor], outs: list[Tensor], parts: int = 1, gated: bool = False) -> None:
+@library.custom_op("graphmod::scaled_linear", mutates_args=())
+def scaled_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x @ (scale[:, None] * weight).T + bias`.
+
+    Up to 128 rows in half precision read the weight as it is, on a GPU with Triton. Others are multiplied by a copy of
+    the weight in the dtype of `x`, made anew in each call.
+
+    Args:
+        x: (..., features) floating point.
+        weight: (out features, features), int8 or float8_e4m3fn.
+        scale: (out features,) float32.
+        bias: (out features,).
+    """
+    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
+        return torch.nn.functional.linear(x, _unscaled(weight, scale, x.dtype), bias)
+    flat = x.reshape(-1, x.shape[-1])
+    if len(flat) <= MOST_ROWS and _has_kernel() and _divides(weight) and weight.is_contiguous():
+        (found,) = products(flat, [weight], x.dtype if bias is None else torch.float32, [scale])
+    else:  # which is rounded once, too
+        found = torch.mm(flat, weight.to(x.dtype).T, out_dtype=torch.float32) * scale
+    found = found if bias is None else found + bias
+    return found.to(x.dtype).view(*x.shape[:-1], -1)
+
+
+@scaled_linear.register_fake
+def _(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(weight))
+
+
+def _unscaled(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """A weight in `dtype`, multiplied by its scales if there are some."""
+    return weight.to(dtype) if scale is None else weight.to(dtype).mul_(scale.unsqueeze(1).to(dtype))
+
+
+# What multiplies by a weight, its second argument, and the place of a bias.
+LINEAR: dict[Any, int] = {_aten.linear.default: 2, torch.ops.graphmod.scaled_linear.default: 3}
+
+
+def multiply(
+    x: Tensor,
+    weights: list[Tensor],
+    outs: list[Tensor],
+    scales: list[Tensor],
+    parts: int = 1,
+    gated: bool = False,
+) -> None:
     """`outs[i] = x @ weights[i].T`, for up to three.
 
     Args:
         x: (rows, features), contiguous, of two bytes a number.
-        weights: (out features, features) each, contiguous; out features a multiple of 64.
+        weights: (out features, features) each, contiguous; out features a multiple of 64; as in `products`.
         outs: (rows, out features) each, contiguous; (parts, rows, out features) of several parts.
+        scales: as in `products`.
         parts: that features are divided into, each a multiple of 128; one for a single row.
         gated: then `outs[0] = silu(x @ weights[0].T) * (x @ weights[1].T)`, of two weights that are as large.
     """
     widths = [len(weight) for weight in weights] + (MOST_WEIGHTS - len(weights)) * [0]
     # Kernels take three of each; those too many are not used.
-    weights = [*weights, *(MOST_WEIGHTS - len(weights)) * weights[:1]]
+    weights, scales = ([*some, *(MOST_WEIGHTS - len(some)) * some[:1]] for some in (weights, scales))
     outs = [*outs, *(MOST_WEIGHTS - len(outs)) * outs[:1]]
     from graphmod.fuse import kernels
 
     early = kernels.can_start_early(x.device)
     if early and len(x) == 1 and parts == 1:
-        kernels.multiply_row(x, weights, widths, outs, gated)
-    elif early and len(x) >= FEWEST_IN_BULK and not gated and _aligned(x, *weights):
+        kernels.multiply_row(x, weights, scales, widths, outs, gated)
+    elif early and len(x) >= FEWEST_IN_BULK and not gated and not scales and _aligned(x, *weights):
         kernels.multiply_bulk(x, weights, widths, outs, parts)
     else:
-        kernels.multiply_batch(x, weights, widths, outs, parts, gated)
+        kernels.multiply_batch(x, weights, scales, widths, outs, parts, gated)
 
 
 def _aligned(*tensors: Tensor) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from graphmod.fuse.operations import LINEAR
 from graphmod.torch_private import NoAutocast, OpOverload, is_traceable_wrapper_subclass
 from graphmod.wrap.extension import CompiledGraph, Facts, address, draws, each_tensor, facts, written
 
@@ -363,8 +364,8 @@ def _made(one: Operation) -> list[int]:
 
 def _weights(operations: list[Operation]) -> Iterator[int]:
     for one in operations:
-        if one.op is torch.ops.aten.linear.default:
-            yield from (ref.number for ref in refs(one.args[1:2]))
+        if one.op in LINEAR:  # scales of a weight are read with it
+            yield from (ref.number for ref in refs(one.args[1 : LINEAR[one.op]]))
 
 
 def _given(operations: list[Operation]) -> list[int]:
