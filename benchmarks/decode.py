@@ -5,10 +5,11 @@
     python benchmarks/decode.py --smoke            # tiny shapes on the CPU, to see that everything runs
 
 Models have random bf16 weights. Modes: `eager_step` (this engine without graphs), `uncompiled`, `compiled`,
-`compiled_max` (coordinate-descent tuning), `hf_dynamic` (`model.generate`), `hf_static` (static cache, compiled by
-generate), `hand_graph` (the static-cache model compiled, and one CUDA graph of it made by hand). The shape `capture`
-measures capturing ten buckets, `ragged` 256 requests of different lengths, where `hf_batch` is the continuous batching
-of transformers, and `8b_whole` 32 requests from their prompts to their last tokens.
+`compiled_max` (coordinate-descent tuning), `compiled_max@int8` and `compiled_max@fp8` (weights of 8 bits),
+`hf_dynamic` (`model.generate`), `hf_static` (static cache, compiled by generate), `hand_graph` (the static-cache
+model compiled, and one CUDA graph of it made by hand). The shape `capture` measures capturing ten buckets, `ragged`
+256 requests of different lengths, where `hf_batch` is the continuous batching of transformers, and `8b_whole` 32
+requests from their prompts to their last tokens.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from benchmarks.decode_ragged import measure_ragged  # noqa: E402
 from benchmarks.decode_shapes import SHAPES, SMOKE  # noqa: E402
 from benchmarks.options import chosen, gpu_is_there, in_process, keep, tell  # noqa: E402
 
-ENGINE_MODES = ("eager_step", "uncompiled", "compiled", "compiled_max")
+ENGINE_MODES = ("eager_step", "uncompiled", "compiled", "compiled_max", "compiled_max@int8", "compiled_max@fp8")
 FLAGS = ("shapes", "modes", "steps", "attention")
 PEERS = ("hf_dynamic", "hf_static", "hand_graph", "hf_batch")
 MODES = (*ENGINE_MODES, *PEERS)

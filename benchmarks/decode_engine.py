@@ -9,8 +9,11 @@ PEAK_FETCHES = 3  # chunks at the beginning of the last row that are not timed
 
 
 def engine_for(mode: str, model: Any, shape: dict[str, Any], attention: str, **more: Any) -> Any:
-    from graphmod.decode import DecodeEngine
+    from graphmod.decode import DecodeEngine, quantize_weights
 
+    mode, _, weights = mode.partition("@")
+    if weights:
+        quantize_weights(model, weights)
     compile_mode = {"compiled": "compiled", "compiled_max": "max"}.get(mode, "none")
     return DecodeEngine(
         model,

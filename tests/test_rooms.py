@@ -19,7 +19,7 @@ WITHIN = {
     "decode": (
         *("types", "blocks", "streams", "kernels", "memory", "offload", "cache", "model", "sampling", "structured"),
         *("step", "attention", "prefill", "verification", "scheduler", "requests", "batch", "traffic", "engine"),
-        "rollouts",
+        *("rollouts", "weights"),
     ),
     "train": (
         *("folders", "targets", "settings", "attention", "loss", "model", "parallel", "draws", "activations"),

@@ -27,7 +27,8 @@ from graphmod.cli.start import OutputError, complain, end_at_once, say_plainly, 
 from graphmod.config import CompileMode
 from graphmod.decode.engine import DecodeEngine
 from graphmod.decode.sampling import FILTERED, GREEDY, PLAIN, kind_of_row
-from graphmod.decode.types import Completion, RequestError
+from graphmod.decode.types import Completion, RequestError, WeightsName
+from graphmod.decode.weights import quantize_weights
 from graphmod.errors import ConfigError
 from graphmod.serve.engine_side import FrontLost, FrontProcess, Host
 from graphmod.text import Codec, TextStream, TokenizerCodec, codec_for
@@ -42,10 +43,12 @@ from graphmod.words import counted
 _DTYPES = {Precision.saved: "auto", Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16}
 
 
-def load_model(folder: Path, source: ModelSource, codec: Codec | None = None) -> PreTrainedModel:
+def load_model(
+    folder: Path, source: ModelSource, codec: Codec | None = None, weights: WeightsName = WeightsName.saved
+) -> PreTrainedModel:
     """The model in `folder`, in evaluation mode, on its device; says which it is. Adapters get the special tokens of
-    `codec`, for the base they are loaded on has its own ends. Raises ConfigError where transformers cannot read it, or
-    weights are missing."""
+    `codec`, for the base they are loaded on has its own ends. Raises ConfigError where transformers cannot read it,
+    weights are missing, or it can have none of 8 bits."""
     device = pick_device(source.device, "model.device")
     adapters = is_adapter(folder)
     if not adapters:
@@ -54,7 +57,16 @@ def load_model(folder: Path, source: ModelSource, codec: Codec | None = None) ->
     if adapters and isinstance(codec, TokenizerCodec):
         set_special_tokens(model, codec.tokenizer)
     say_plainly(f"model: {folder}" + (f", {known}" if (known := trained(folder)) else ""))
-    return model.to(device).eval()
+    return _with_weights(model, weights, device).to(device).eval()
+
+
+def _with_weights(model: Any, weights: WeightsName, device: torch.device | None = None) -> Any:
+    if weights is not WeightsName.saved:
+        try:
+            quantize_weights(model, weights, device)
+        except ConfigError as error:
+            raise ConfigError(f"decode.{error}") from None
+    return model
 
 
 def cache_of(engine: DecodeEngine) -> str:
@@ -203,7 +215,7 @@ def _run(config: GenerateConfig, folder: Path, prompts: list[Prompt], out: Outpu
         if not prompt.asked and not codec.encode(""):  # no token of the start, either
             which = f"line {prompt.line} of {config.prompts_file}" if config.prompts_file else "the prompt"
             raise RequestError(f"{which} is empty; write some text")
-    model = load_model(folder, config.model, codec)
+    model = load_model(folder, config.model, codec, config.decode.weights)
     engine = DecodeEngine(model, config.engine(len(prompts) * config.decode.n), codec=codec)
     sampling = engine.requests.defaults.fill(config.sampling())
     if config.decode.n > 1 and not sampling.temperature:
@@ -276,7 +288,8 @@ def _needs(front: FrontProcess) -> Iterator[None]:
 
 def _engine(config: ServeConfig, folder: Path) -> DecodeEngine:
     codec = codec_for(folder, config.tokenizer)
-    engine = DecodeEngine(load_model(folder, config.model, codec), config.engine(), codec=codec)
+    model = load_model(folder, config.model, codec, config.decode.weights)
+    engine = DecodeEngine(model, config.engine(), codec=codec)
     engine.requests.grammars.prepare()  # later, requests that run would wait for it
     held = engine.stats.blocks_total * engine.memory.block_size
     if held < engine.max_seq_len:
@@ -289,12 +302,12 @@ def _engine(config: ServeConfig, folder: Path) -> DecodeEngine:
     return engine
 
 
-def _other_weights(source: ModelSource, folder: Path) -> PreTrainedModel:
+def _other_weights(source: ModelSource, weights: WeightsName, folder: Path) -> PreTrainedModel:
     try:
         found = model_folder(str(folder))
     except ConfigError as error:  # which names the setting, and says what else the server could start with
         raise ConfigError(re.split("[.;] (?:Or )?train ", str(error).replace("model.path=", "path "))[0]) from None
-    return load_weights(found, None, _DTYPES[source.precision], setting="path ")
+    return _with_weights(load_weights(found, None, _DTYPES[source.precision], setting="path "), weights)
 
 
 def serve(config: ServeConfig, folder: Path, address: str, front: FrontProcess) -> int:
@@ -309,7 +322,7 @@ def serve(config: ServeConfig, folder: Path, address: str, front: FrontProcess) 
             engine = _engine(config, folder)
         signals = _Signals(front.kill)
         with frozen_heap():
-            host.begin(engine, partial(_other_weights, config.model))
+            host.begin(engine, partial(_other_weights, config.model, config.decode.weights))
             while not host.ready and signals.number is None:
                 host.tend(_TURN)
             if host.ready:

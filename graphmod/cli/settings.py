@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from graphmod.config import BackendName, CompileMode
-from graphmod.decode.types import BatchSettings, EngineConfig, GenerationConfigName, Sampling
+from graphmod.decode.types import BatchSettings, EngineConfig, GenerationConfigName, Sampling, WeightsName
 from graphmod.errors import ConfigError
 from graphmod.serve.settings import ServeSettings
 from graphmod.train.folders import (
@@ -65,7 +65,15 @@ class ModelSource:
 
 
 @dataclass
-class DecodeSettings(BatchSettings, Sampling):
+class WeightSettings(BatchSettings):
+    """How much is decoded at a time, and from which weights."""
+
+    # `saved`, or 8 bits for each number of linear layers, `int8` or `fp8`: a step of few rows takes half as long.
+    weights: WeightsName = WeightsName.saved
+
+
+@dataclass
+class DecodeSettings(WeightSettings, Sampling):
     """How tokens are chosen, and how much is decoded at a time.
 
     Attributes:
@@ -156,7 +164,7 @@ class ServeConfig:
     tokenizer: str | None = None  # folder of a saved tokenizer, or `bytes`; null takes what the model was saved with
     model: ModelSource = field(default_factory=ModelSource)
     serve: ServeSettings = field(default_factory=ServeSettings)
-    decode: BatchSettings = field(default_factory=BatchSettings)
+    decode: WeightSettings = field(default_factory=WeightSettings)
     graph: GraphSettings = field(default_factory=lambda: GraphSettings(compile_in_background=True))
 
     @property

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from graphmod.decode.engine import DecodeEngine
     from graphmod.decode.rollouts import Rollouts, use_decode_engine
     from graphmod.decode.streams import EngineLoop, Handle, TokenStream
+    from graphmod.decode.weights import quantize_weights
 
 _LATER = {"DecodeEngine": "engine", "EngineLoop": "streams", "Handle": "streams", "TokenStream": "streams"}
-_LATER |= {"Rollouts": "rollouts", "use_decode_engine": "rollouts"}
+_LATER |= {"Rollouts": "rollouts", "use_decode_engine": "rollouts", "quantize_weights": "weights"}
 
 __all__ = [
     "Completion",
@@ -39,6 +40,7 @@ __all__ = [
     "Sampling",
     "TokenEvent",
     "TokenStream",
+    "quantize_weights",
     "use_decode_engine",
 ]
 

@@ -62,6 +62,14 @@ class Keep(StrEnum):
     graphs = "graphs"
 
 
+class WeightsName(StrEnum):
+    """What weights of linear layers are decoded from: what was `saved`, or 8 bits for each number (`int8`, `fp8`)."""
+
+    saved = "saved"
+    int8 = "int8"
+    fp8 = "fp8"
+
+
 class GenerationConfigName(StrEnum):
     """Where the defaults of sampling come from: the model's generation config (`auto`), or this package (`none`)."""
 

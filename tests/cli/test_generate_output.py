@@ -225,6 +225,12 @@ def test_what_is_told_of_graphs_and_compilation(generate):
     assert again == shown and "without graphs: 1 eager step\n" in said and "invalid" not in said
 
 
+def test_weights_of_8_bits_are_told(generate):
+    status, _, said = generate("prompt=a", "decode.weights=int8")
+    assert status == 0 and "8 linear layers in int8: 0.1 MiB instead of 0.1" in said
+    assert "decode.weights=int4" in generate("prompt=a", "decode.weights=int4")[2]
+
+
 def test_a_tokenizer_that_is_no_folder_is_named(generate):
     status, _, said = generate("prompt=a", "tokenizer=nope")
     assert status == 2 and "tokenizer=nope is not a folder" in said and "huggingface" not in said

@@ -9,13 +9,14 @@ from torch import library, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
+from graphmod.decode.weights import ScaledLinear
 from graphmod.fuse.inductor import by_inductor
 from graphmod.fuse.operations import _has_kernel, join_products, multiplies_row
 from graphmod.fuse.program import cut, description, graph_of
 from tests.support.step_programs import program_of
 
 FEATURES = 128
-ROUNDED_OTHERWISE = {torch.ops.graphmod.divided_product.default, torch.ops.graphmod.gated_product.default}
+ROUNDED_OTHERWISE = {torch.ops.graphmod.divided_products.default, torch.ops.graphmod.gated_product.default}
 
 SILU = nn.functional.silu
 
@@ -39,6 +40,14 @@ class Parts(nn.Module):
         self.large, self.long_biased = linear(2**16), linear(1024, bias=True, features=1024)
         self.deep, self.turned = linear(3072, features=96), linear(3072)
         self.long, self.longer = linear(1024, features=1024), linear(6144, features=1024)
+        self.scaled, self.scaled_too, self.scaled_large = (
+            linear(2048, bias=True),
+            linear(1024, bias=True),
+            linear(2**16),
+        )
+        for name, weights in {"scaled": "int8", "scaled_too": "int8", "scaled_large": "fp8"}.items():
+            one = getattr(self, name)
+            setattr(self, name, ScaledLinear(one.weight.detach(), one.bias, weights, "cpu"))
         self.turned.weight = nn.Parameter(self.turned.weight.detach().T.contiguous().T)
 
 
@@ -93,6 +102,9 @@ CASES = {
     "one_wide_and_deep": (lambda m, x: apart(torch.cat(8 * [x], -1), m.longer), 0),
     "two_narrow_and_deep": (lambda m, x: apart(torch.cat(8 * [x], -1), m.long, m.long), 2),
     "wide_ones": (lambda m, x: (m.wide(x), m.wide(x)), 1),
+    "8_bits": (lambda m, x: (m.scaled(x), m.a(x), m.scaled_too(x)), 1),
+    "8_bits_of_another_kind": (lambda m, x: (m.scaled(x), m.scaled_large(x)), 0),
+    "large_ones_of_8_bits": (lambda m, x: (m.scaled_large(x), m.scaled_large(x)), 1),
     "large_ones": (lambda m, x: (m.large(x), m.large(x)), 0),
     "used_in_between": (lambda m, x: (m.a(x).sum() + m.b(x), m.c(x)), 1),
     "bias": (lambda m, x: (m.biased(x), m.biased(x)), 1),
@@ -116,6 +128,7 @@ OF_ONE_ROW = {  # of which all are operations, large or narrow or alone
     "width": (lambda m, x: (m.narrow(x),), 0),
     "made_weight": (lambda m, x: (nn.functional.linear(x, m.b.weight * 2),), 0),
     "gated": (lambda m, x: (SILU(m.d(x)) * m.e(x),), 1),
+    "8_bits": (lambda m, x: (m.scaled(x), m.a(x)), 2),
 }
 
 
@@ -162,7 +175,7 @@ def test_a_compiler_takes_all_of_them(tuned):
 def test_the_operations_are_there_for_who_compiles_alone():
     code = """
 from graphmod.fuse import inductor
-print([hasattr(torch.ops.graphmod, name) for name in ("products", "gated_product", "divided_product")])
+print([hasattr(torch.ops.graphmod, name) for name in ("products", "gated_product", "divided_products")])
 """
     done = subprocess.run([sys.executable, "-c", "import torch\n" + code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[True, True, True]"

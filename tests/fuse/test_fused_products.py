@@ -5,8 +5,9 @@ import torch
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from graphmod.decode import DecodeEngine
-from graphmod.fuse.operations import divided_product, gated_product, products
+from graphmod.decode import DecodeEngine, quantize_weights
+from graphmod.decode.weights import ScaledLinear
+from graphmod.fuse.operations import divided_products, gated_product, products, scaled_linear
 from tests.support.decode_models import VOCABULARY, prompts_of
 
 
@@ -41,7 +42,7 @@ def assert_products_are_right(features, widths, dtype, device, rows):
         x = torch.randn(count, 1, features, device=device, dtype=dtype)
         size = x.double().abs()
         for result in (dtype, torch.float32):
-            for got, weight in zip(products(x, weights, result), weights, strict=True):
+            for got, weight in zip(products(x, weights, result, []), weights, strict=True):
                 exact = x.double() @ weight.double().T
                 assert got.shape == (count, 1, len(weight)) and got.dtype == result
                 # Half a unit of the last place, and what a sum of float32 loses. Where it is not rounded after that,
@@ -58,7 +59,7 @@ def test_the_parts_of_a_divided_product_add_up(features, width, parts, dtype, de
     weight = torch.randn(width, features, device=device, dtype=dtype)
     for rows in (1, 2, 17, 128):
         x = torch.randn(rows, 1, features, device=device, dtype=dtype)
-        got = divided_product(x, weight, parts)
+        got = divided_products(x, [weight], parts, [])[0]
         assert got.shape == (parts, rows, 1, width) and got.dtype == torch.float32
         for part, some, other in zip(got, x.chunk(parts, -1), weight.chunk(parts, -1), strict=True):
             torch.testing.assert_close(part.double(), some.double() @ other.double().T, rtol=1e-5, atol=1e-3)
@@ -71,11 +72,58 @@ def test_a_gated_product_is_exact_up_to_its_last_rounding(features, width, dtype
     gate, up = (torch.randn(width, features, device=device, dtype=dtype) / 4 for _ in range(2))
     for rows in (1, 2, 16, 17, 32, 33, 100, 128):
         x = torch.randn(rows, 1, features, device=device, dtype=dtype) / 4
-        got = gated_product(x, gate, up)
+        got = gated_product(x, gate, up, [])
         exact = nn.functional.silu(x.double() @ gate.double().T) * (x.double() @ up.double().T)
         assert got.shape == (rows, 1, width) and got.dtype == dtype
         allowed = exact.abs() * torch.finfo(dtype).eps / 2 + 1e-4
         assert ((got.double() - exact).abs() <= allowed).all()
+
+
+def scaled(width, features, kind, device):
+    """A weight of 8 bits, its scales, and what the two are together."""
+    scale = torch.rand(width, device=device) / 64
+    weight = torch.randn(width, features, device=device) * 32
+    weight = weight.round().clamp(-127, 127).to(torch.int8) if kind == "int8" else weight.to(torch.float8_e4m3fn)
+    return weight, scale, weight.double() * scale.double().unsqueeze(1)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("features, widths", [(1024, [2048, 1024, 1024]), (640, [192, 192]), (12288, [128])])
+def test_products_of_8_bits(features, widths, kind, device):
+    torch.manual_seed(0)
+    weights, scales, whole = zip(*(scaled(width, features, kind, device) for width in widths), strict=True)
+    for rows in (1, 2, 17, 65, 128):
+        x = torch.randn(rows, 1, features, device=device, dtype=torch.bfloat16)
+        size = x.double().abs() @ whole[0].abs().T
+        exact = [x.double() @ one.T for one in whole]
+
+        def close(got, expected, size=size):
+            """As near as bfloat16 allows, of weights too where those are made anew; of sums the size of their parts."""
+            allowed = expected.abs() * 2**-8 + size.max() * (2.0**-12 if got.is_cuda else 2.0**-9)
+            assert ((got.double() - expected).abs() <= allowed).all()
+
+        for got, expected in zip(products(x, [*weights], x.dtype, [*scales]), exact, strict=True):
+            close(got, expected)
+        close(scaled_linear(x, weights[0], scales[0]), exact[0])
+        bias = torch.randn(widths[0], device=device, dtype=torch.bfloat16)
+        close(scaled_linear(x, weights[0], scales[0], bias), exact[0] + bias.double())
+        if features % 256 == 0:
+            for got, expected in zip(divided_products(x, [*weights], 2, [*scales]), exact, strict=True):
+                close(got.sum(0), expected)
+        if len({*widths}) == 1 < len(widths):
+            gated = nn.functional.silu(exact[0] / 64) * exact[1]
+            got = gated_product(x, *weights, [scales[0] / 64, scales[1]])
+            close(got, gated, size * (x.double().abs() @ whole[1].abs().T))
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_many_rows_and_other_dtypes_multiply_by_a_copy(kind, device):
+    torch.manual_seed(0)
+    weight, scale, whole = scaled(96, 100, kind, device)
+    for rows, dtype in ((300, torch.float32), (3, torch.float64), (200, torch.bfloat16)):
+        x = torch.randn(rows, 100, device=device, dtype=dtype)
+        tolerance = {"rtol": 2**-6, "atol": 2**-5} if dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-4}
+        torch.testing.assert_close(scaled_linear(x, weight, scale).double(), x.double() @ whole.T, **tolerance)
 
 
 @pytest.mark.gpu
@@ -85,7 +133,7 @@ def test_weights_may_lie_anywhere(rows):
     memory = torch.randn(128 * 1024 + 1, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16)
     weight = memory[1:].view(128, 1024)
-    (found,), (expected,) = (products(x, [one], x.dtype) for one in (weight, weight.clone()))
+    (found,), (expected,) = (products(x, [one], x.dtype, []) for one in (weight, weight.clone()))
     torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-3)
 
 
@@ -97,11 +145,13 @@ def test_a_row_does_not_depend_on_the_others(widths):
     weights = [torch.randn(width, 1024, device=device, dtype=torch.bfloat16) for width in widths]
     x = torch.randn(128, 1024, device=device, dtype=torch.bfloat16)
     for fewer, more in ((3, 16), (17, 32), (33, 64), (65, 128)):
-        for some, all_of_it in zip(*(products(x[:count], weights, x.dtype) for count in (fewer, more)), strict=True):
+        for some, all_of_it in zip(
+            *(products(x[:count], weights, x.dtype, []) for count in (fewer, more)), strict=True
+        ):
             assert torch.equal(some, all_of_it[:fewer])
-    whole = products(x, weights, x.dtype)
+    whole = products(x, weights, x.dtype, [])
     x[1:] = float("nan")
-    for alone, all_of_it in zip(products(x, weights, x.dtype), whole, strict=True):
+    for alone, all_of_it in zip(products(x, weights, x.dtype, []), whole, strict=True):
         assert torch.equal(alone[0], all_of_it[0])
 
 
@@ -118,9 +168,13 @@ def test_kernels_that_are_launched_early_wait_for_each_other(rows):
     def chain():
         x = given
         for (first, gate, up), last in zip(weights, down, strict=True):
-            (x,) = products(x, [first], x.dtype)
-            x = gated_product(x, gate, up)
-            x = products(x, [last], x.dtype)[0] if rows == 1 else divided_product(x, last, 4).sum(0).to(x.dtype)
+            (x,) = products(x, [first], x.dtype, [])
+            x = gated_product(x, gate, up, [])
+            x = (
+                products(x, [last], x.dtype, [])[0]
+                if rows == 1
+                else divided_products(x, [last], 4, [])[0].sum(0).to(x.dtype)
+            )
         return x
 
     chain()  # loads the kernels
@@ -134,8 +188,10 @@ def test_kernels_that_are_launched_early_wait_for_each_other(rows):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("compile_mode", ["default", "max"])
-def test_compiled_decode_steps_use_them(compile_mode, monkeypatch):
+@pytest.mark.parametrize(
+    "compile_mode, weights", [("default", None), ("max", None), ("max", "int8"), ("default", "fp8")]
+)
+def test_compiled_decode_steps_use_them(compile_mode, weights, monkeypatch):
     from graphmod.fuse import operations
 
     torch.manual_seed(0)
@@ -145,6 +201,8 @@ def test_compiled_decode_steps_use_them(compile_mode, monkeypatch):
         head_dim=64, vocab_size=VOCABULARY, max_position_embeddings=256,
     )  # fmt: skip
     model = Qwen3ForCausalLM(config).to(device, torch.bfloat16).eval()
+    if weights is not None:
+        quantize_weights(model, weights)
     calls = []
     multiply = operations.multiply
 
@@ -157,7 +215,9 @@ def test_compiled_decode_steps_use_them(compile_mode, monkeypatch):
     prompts = prompts_of(12, 12, 5, 9)
     found = engine.generate(prompts, max_new_tokens=24)
     # Of each layer: query, key and value; the output of attention; gate and up, which are gated; down.
-    assert calls and calls.count(3) == calls.count(2) and calls.count(1) == 2 * calls.count(2) > 0
+    own = sum(isinstance(one, ScaledLinear) for one in model.modules())
+    assert calls and calls.count(3) == calls.count(2)
+    assert calls.count(1) == 2 * calls.count(2) > 0 or own  # before it is compiled each layer of 8 bits is one, too
     for prompt, done in zip(prompts, found, strict=True):
         whole = torch.tensor([prompt + done.tokens], device=device)
         with torch.no_grad():

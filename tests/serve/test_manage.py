@@ -11,6 +11,8 @@ from transformers import LlamaForCausalLM
 from graphmod import __version__
 from graphmod.cli.decode import _other_weights
 from graphmod.cli.settings import ModelSource
+from graphmod.decode import quantize_weights
+from graphmod.decode.types import WeightsName
 from graphmod.serve.settings import ServeSettings
 from graphmod.text import TokenizerCodec
 from tests.support.served import Served, chat_model, tokenizer
@@ -153,9 +155,24 @@ def test_weights_change_while_requests_run(tmp_path):
         assert answer(served) == before
 
 
+def test_weights_of_8_bits_change_to_others_of_8_bits(tmp_path):
+    other_model().save_pretrained(tmp_path / "other")
+    models = chat_model(), other_model()
+    for model in models:
+        quantize_weights(model, "int8")
+    with Served(models[1], tokenizer(), max_batch_size=4) as one:
+        wanted = answer(one)
+    served = Served(models[0], tokenizer(), {"manage": True}, max_batch_size=4)
+    served.load = partial(_other_weights, ModelSource(), WeightsName.int8)
+    with served:
+        assert answer(served) != wanted
+        assert served.post("/update_weights", {"path": str(tmp_path / "other")})[0] == 200
+        assert answer(served) == wanted
+
+
 def test_a_folder_without_weights_is_named_by_the_field_that_said_it(tmp_path):
     served = Served(chat_model(), tokenizer(), {"manage": True}, max_batch_size=1)
-    served.load = partial(_other_weights, ModelSource())
+    served.load = partial(_other_weights, ModelSource(), WeightsName.saved)
     with served:
         for folder, what in ((tmp_path / "nowhere", "is not a folder"), (tmp_path, "holds neither a saved model")):
             status, said, _ = served.post("/update_weights", {"path": str(folder)})

@@ -1,0 +1,95 @@
+"""Weights in 8 bits: linear layers read a byte for each number, and multiply what they sum by a scale of each column.
+
+A step of few rows takes as long as its weights take from memory, so half as many bytes take about half as long.
+"""
+
+import logging
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from graphmod.config import choice
+from graphmod.decode.types import WeightsName
+from graphmod.errors import ConfigError
+from graphmod.fuse.operations import scaled_linear
+
+log = logging.getLogger("graphmod")
+
+_LARGEST = {WeightsName.int8: 127, WeightsName.fp8: 448}  # that the dtype holds, of int8 that has a negative
+
+
+class ScaledLinear(nn.Module):
+    """A linear layer whose weight has 8 bits.
+
+    Args:
+        weight: (out features, features) floating point, which is not changed.
+        bias: (out features,), or None.
+        weights: `int8` or `fp8` (float8_e4m3fn).
+        device: where it is put.
+
+    Attributes:
+        weight: (out features, features) int8 or float8_e4m3fn: the weight divided by `scale`, rounded to nearest.
+        scale: (out features,) float32: the largest magnitude of a row of the weight, divided by that of its dtype.
+        bias: as given.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, weights: WeightsName, device: torch.device) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        wide = torch.empty(weight.shape, device=device).copy_(weight)
+        scale = wide.abs().amax(1).div_(_LARGEST[weights])
+        scale = torch.where(scale > 0, scale, 1)  # of a row of zeros
+        wide /= scale.unsqueeze(1)
+        self.register_buffer(
+            "weight", wide.round_().to(torch.int8) if weights == "int8" else wide.to(torch.float8_e4m3fn)
+        )
+        self.register_buffer("scale", scale)
+        self.bias = None if bias is None else nn.Parameter(bias.to(device), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return scaled_linear(x, self.weight, self.scale, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+@torch.no_grad()
+def quantize_weights(model: nn.Module, weights: str, device: torch.device | str | None = None) -> None:
+    """Exchanges the linear layers of a model for such with weights in 8 bits, in place and for good: it can be decoded,
+    and no longer trained.
+
+    Each row of a weight is divided by a scale, its largest magnitude by that of the dtype, and rounded to nearest. Sums
+    are float32. What shares its weight with something else stays as it is (an output layer tied to the embedding), and
+    so does what is no plain `nn.Linear` or `Conv1D` of transformers (experts, layers of adapters).
+
+    Args:
+        model: with weights in floating point.
+        weights: `int8`, or `fp8` (float8_e4m3fn).
+        device: where each of these layers is put, so that the others' weights need not fit there in full; None leaves
+            them where they are.
+
+    Raises:
+        ConfigError: `weights` is neither; the GPU cannot multiply them; or no layer of the model can have them.
+    """
+    name = choice(WeightsName, weights, "weights")
+    if name is WeightsName.saved:
+        raise ConfigError("weights=saved leaves a model as it is; choose int8 or fp8")
+    users = Counter(id(one) for module in model.modules() for one in module.parameters(recurse=False))
+    found: dict[str, Any] = {path: one for path, one in model.named_modules() if type(one) in (nn.Linear, Conv1D)}
+    found = {path: one for path, one in found.items() if one.weight.is_floating_point() and users[id(one.weight)] == 1}
+    if not found:
+        raise ConfigError(
+            f"weights={name}: {type(model).__name__} has no linear layer with a weight of its own; leave it out"
+        )
+    place = torch.device(device or next(iter(found.values())).weight.device)
+    if name is WeightsName.fp8 and place.type == "cuda" and torch.cuda.get_device_capability(place) < (8, 9):
+        raise ConfigError("weights=fp8 needs a GPU of compute capability 8.9 or newer; use weights=int8")
+    before = sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
+    for path, linear in found.items():
+        weight = linear.weight.T if type(linear) is Conv1D else linear.weight
+        model.set_submodule(path, ScaledLinear(weight, linear.bias, name, place))
+    after = sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
+    log.info("%d linear layers in %s: %.1f MiB instead of %.1f", len(found), name, after / 2**20, before / 2**20)

@@ -1,0 +1,115 @@
+"""Models whose linear layers have weights of 8 bits."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from graphmod.decode import DecodeEngine, quantize_weights
+from graphmod.decode.weights import ScaledLinear
+from graphmod.errors import ConfigError
+from tests.support.decode_models import ARCHITECTURES, prompts_of, tiny_model
+
+
+@pytest.mark.parametrize("weights, most", [("int8", 1 / 254), ("fp8", 1 / 16)])
+def test_each_number_is_that_which_is_nearest(weights, most, device):
+    torch.manual_seed(0)
+    layer = nn.Linear(40, 24).to(device)
+    with torch.no_grad():
+        layer.weight[3] = 0
+    model = nn.Sequential(layer, nn.Tanh())
+    before = layer.weight.detach().clone()
+    quantize_weights(model, weights)
+    scaled = model[0]
+    assert (
+        scaled.weight.itemsize == 1
+        and scaled.scale.dtype == torch.float32
+        and not [*scaled.weight[3].float().nonzero()]
+    )
+    error = (scaled.weight.float() * scaled.scale.unsqueeze(1) - before).abs()
+    # Of int8 half a step, which is a 127th of the largest; of fp8 half of the last of its three bits.
+    largest = (
+        before.abs().amax(1, keepdim=True)
+        if weights == "int8"
+        else before.abs() + before.abs().amax(1, keepdim=True) / 2**9
+    )
+    assert (error <= largest * most * 1.001).all() and error.max() > 0
+    x = torch.randn(5, 40, device=device)
+    expected = (
+        x.double() @ (scaled.weight.double() * scaled.scale.double().unsqueeze(1)).T + layer.bias.double()
+    ).tanh()
+    torch.testing.assert_close(model(x).double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("weights", ["int8", "fp8"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_tokens_are_those_of_the_model_with_these_weights(architecture, weights, device):
+    model = tiny_model(architecture, device)
+    quantize_weights(model, weights)
+    prompts = prompts_of(5, 9, 3)
+    found = [
+        DecodeEngine(model, max_batch_size=4, max_seq_len=64, graphs=graphs).generate(prompts, max_new_tokens=20)
+        for graphs in (True, False)
+    ]
+    for captured, eager, prompt in zip(*found, prompts, strict=True):
+        assert captured.tokens == eager.tokens and captured.logprobs == eager.logprobs
+        whole = torch.tensor([prompt + captured.tokens], device=device)
+        with torch.no_grad():
+            logits = model(whole, use_cache=False).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        expected = logits.gather(1, whole[0, len(prompt) :].unsqueeze(1)).squeeze(1).cpu()
+        torch.testing.assert_close(torch.tensor(captured.logprobs), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_loss_of_a_trained_model_stays(device):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    following = torch.randint(0, 64, (64, 4), device=device)  # which tokens come after each, equally often
+
+    def batch(rows):
+        tokens = [torch.randint(0, 64, (rows,), device=device)]
+        for _ in range(31):
+            tokens.append(following[tokens[-1], torch.randint(0, 4, (rows,), device=device)])
+        return torch.stack(tokens, 1)
+
+    for _ in range(80):
+        tokens = batch(32)
+        model(tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    tokens = batch(256)
+    with torch.no_grad():
+        expected = model(tokens, labels=tokens).loss.item()
+        assert expected < 2.5  # of 4.2 before; ln 4 is the least
+        state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        for weights in ("int8", "fp8"):
+            again = LlamaForCausalLM(config).to(device)
+            again.load_state_dict(state)
+            quantize_weights(again, weights)
+            assert again(tokens, labels=tokens).loss.item() == pytest.approx(expected, rel=0.005)
+
+
+def test_what_shares_its_weight_or_is_no_linear_layer_stays():
+    model = tiny_model("qwen3", torch.device("cpu"))
+    model.lm_head.weight = model.get_input_embeddings().weight
+    quantize_weights(model, "int8")
+    assert type(model.lm_head) is nn.Linear
+    assert sum(isinstance(one, ScaledLinear) for one in model.modules()) == 7 * 2
+
+
+def test_what_cannot_be_is_said():
+    for model, weights, said in (
+        (nn.Linear(2, 2), "int4", "weights='int4' is not known; choose one of: saved, int8, fp8"),
+        (nn.Linear(2, 2), "saved", "weights=saved leaves a model as it is"),
+        (
+            nn.Sequential(nn.Embedding(4, 4)),
+            "int8",
+            "weights=int8: Sequential has no linear layer with a weight of its own",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            quantize_weights(model, weights)
