@@ -223,6 +223,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
         *("_comm_hooks", "_delay_all_reduce_params", "_use_python_reducer", "_join_config", "_has_rebuilt_buckets"),
         *("_active_ddp_module", "_get_active_ddp_module", "_inside_ddp_forward", "_build_params_for_reducer"),
         *("_build_debug_param_to_name_mapping", "_ddp_init_helper", "_set_static_graph", "_pre_forward"),
+        "_set_params_and_buffers_to_ignore_for_model",
     ),
     "Reducer": ("_rebuild_buckets", "_get_zeros_like_grad_buckets"),
     "ProcessGroup": ("_get_sequence_number_for_group",),

@@ -22,9 +22,9 @@ WITHIN = {
         *("rollouts", "weights"),
     ),
     "train": (
-        *("folders", "targets", "settings", "attention", "loss", "model", "parallel", "draws", "activations"),
-        *("fused_loss", "float8", "compile", "optim", "step", "device", "ranks", "data", "batches", "result"),
-        *("checkpoint", "metrics", "display", "profile", "compare", "resume", "fitting", "auto", "run"),
+        *("folders", "targets", "settings", "attention", "loss", "model", "experts", "parallel", "draws"),
+        *("activations", "fused_loss", "float8", "compile", "optim", "step", "device", "ranks", "data", "batches"),
+        *("result", "checkpoint", "metrics", "display", "profile", "compare", "resume", "fitting", "auto", "run"),
     ),
     "cli": (
         *("start", "errors", "app", "settings", "prompts", "decode", "generate", "serve", "launch", "job", "rank"),

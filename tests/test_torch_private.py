@@ -33,6 +33,7 @@ OF_OTHER_LIBRARIES = {
     *("_get_value", "_is_mine", "_b_base_", "_objects"),  # multiprocessing, ctypes
     *("_rand", "_bit_generator", "_return_value"),  # numpy, hydra
     *("_attn_implementation", "_global_mapping", "_decode", "_active_collector", "_hf_peft_config_loaded"),
+    "_apply_gate",  # transformers, of experts
     "_generate_single_turn",  # trl, whose RLOOTrainer has no other place for a sampler
 }
 _BY_NAME = ("getattr", "hasattr", "setattr", "delattr", "attrgetter")

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from graphmod.errors import ConfigError
 from graphmod.ranks.data_parallel import take_over
+from graphmod.train.experts import experts_of
 from graphmod.wrap.layers import find_layers
 
 if TYPE_CHECKING:
@@ -131,6 +132,7 @@ class OverRanks:
 
     def __init__(self, model: nn.Module, group: distributed.ProcessGroup, captured: bool) -> None:
         self.group, self.ranks = group, distributed.get_world_size(group)
+        self.experts = experts_of(model)
         self._model: Any = model
         self._sharded: list[Any] = [module for module in model.modules() if shards(module)]
         self._replicated: DistributedDataParallel | None = None
@@ -138,7 +140,10 @@ class OverRanks:
             return
         _give_to_all(model, group)
         settings: dict[str, Any] = {_SPREADS_BUFFERS: False, "init_sync": False}
-        self._replicated = DistributedDataParallel(_Loss(model), process_group=group, **settings)
+        loss = _Loss(model)
+        split = [name for name, parameter in loss.named_parameters() if _is_spread(parameter)]  # of experts
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(loss, split)
+        self._replicated = DistributedDataParallel(loss, process_group=group, **settings)
         if captured and (why := take_over(self._replicated)) is not None:
             raise ConfigError(f"gradients cannot be averaged over ranks in a graph, because of {why}; use graph=none")
 
@@ -190,8 +195,19 @@ def over_ranks(model: nn.Module, group: distributed.ProcessGroup | None, capture
             "torch.distributed.init_process_group() before, or unset WORLD_SIZE where each trains by itself"
         )
     if group is None:
+        if experts_of(model) is not None:
+            raise ConfigError(
+                "the experts of the model are split over ranks, whose tokens they share; give TrainStep the process "
+                "group of these: process_group=torch.distributed.group.WORLD"
+            )
         return None
-    if is_split(model):
+    experts = experts_of(model)
+    if experts is not None and experts.group.group_name != group.group_name:
+        raise ConfigError(
+            "the experts of the model are split over another process group than TrainStep was given; give "
+            "split_experts and TrainStep the same one"
+        )
+    if is_split(model) and experts is None:
         raise ConfigError(
             "the model has parameters that are split over ranks, and process_group is for ranks with different "
             "batches; leave it out where all take the same, or apply fully_shard to the model over the mesh of these"
@@ -203,7 +219,8 @@ def over_ranks(model: nn.Module, group: distributed.ProcessGroup | None, capture
 def _give_to_all(model: nn.Module, group: distributed.ProcessGroup) -> None:
     """Gives all ranks what the first one has. DistributedDataParallel does so on a second stream, after which each
     kernel of every graph starts later. Raises ConfigError where another rank has other parameters."""
-    tensors = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
+    everything = itertools.chain(model.named_parameters(), model.named_buffers())
+    tensors = {name: tensor for name, tensor in everything if not _is_spread(tensor)}
     shapes = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
     found: list[Any] = [None] * distributed.get_world_size(group)
     distributed.all_gather_object(found, shapes, group=group)

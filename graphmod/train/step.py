@@ -167,8 +167,9 @@ class Iteration:
         self.rates: Tensor | None = None
         if learning_rates is not None:
             self.rates = torch.tensor(list(learning_rates), dtype=torch.float32, device=device)
+        self.experts = None if self.parallel is None else self.parallel.experts
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
-        self.guarded = self.nonfinite != "ignore" or scale_loss
+        self.guarded = self.nonfinite != "ignore" or scale_loss or self.experts is not None
         self.first_bad = torch.full((1,), _NEVER, dtype=torch.int64, device=device)
         self.skipped = torch.zeros(1, dtype=torch.int64, device=device)
         self.scale: Tensor | None = None
@@ -236,6 +237,8 @@ class Iteration:
                 with torch.autograd.set_multithreading_enabled(False):
                     (loss * self.scale if self.scale is not None and start is None else loss).backward(start)
             del loss  # else its autograd graph lives on through the next forward
+        if self.experts is not None:
+            self.experts.agree()
         if self.parallel is None and counts is not None:
             return weighted_mean(torch.stack(losses), counts)
         if self.parallel is None:
@@ -261,6 +264,18 @@ class Iteration:
         Args:
             loss: of the step, 0-d; looked at only by a guarded iteration, which needs it.
         """
+        if self.experts is None:
+            return self._update(loss, None)
+        held = self.experts.held
+        counters = [self.position, self.first_bad, self.skipped, self.scale, self.growth]
+        before = [(tensor, tensor.clone()) for tensor in counters if tensor is not None]
+        norm = self._update(loss, held)
+        for tensor, value in before:
+            tensor.copy_(torch.where(held, value, tensor))
+        return norm
+
+    def _update(self, loss: Tensor | None, held: Tensor | None) -> Tensor | None:
+        """`held` says whether nothing may change but what counts steps."""
         if self.rates is not None:
             rate = self.rates[self.position.clamp(max=len(self.rates) - 1)].squeeze(0)
             for group in self.optimizer.param_groups:
@@ -273,18 +288,25 @@ class Iteration:
         elif self.max_grad_norm is not None or (self.guarded and overflow is None):
             norm = total_norm(self._clipped)
         if self.guarded:
-            self._guard(loss, norm, overflow)
+            self._guard(loss, norm, overflow, held)
         self.position += 1
         if compiled is not None:
             compiled(norm, self.max_grad_norm)
         else:
             self.optimizer.step()
         if self.ema_decay is not None:
-            with torch.no_grad():
-                for averages, parameters in by_mesh(self.ema, self.trained):
-                    foreach_mul_(averages, self.ema_decay)
-                    foreach_add_(averages, parameters, alpha=1 - self.ema_decay)
+            self._average(self.ema_decay, held)
         return norm
+
+    @torch.no_grad()
+    def _average(self, decay: float, held: Tensor | None) -> None:
+        if held is None:
+            for averages, parameters in by_mesh(self.ema, self.trained):
+                foreach_mul_(averages, decay)
+                foreach_add_(averages, parameters, alpha=1 - decay)
+            return
+        for average, parameter in zip(map(local, self.ema), map(local, self.trained), strict=True):
+            average.copy_(torch.where(held, average, (average * decay).add_(parameter, alpha=1 - decay)))
 
     def _unscale(self, scale: Tensor) -> Tensor:
         """Divides the gradients by the loss scale; a 0-d float32 that is 1 where one of them is not finite."""
@@ -294,7 +316,7 @@ class Iteration:
             unscale_(grads, overflow, inverse)
         return overflow
 
-    def _guard(self, loss: Tensor | None, norm: Tensor | None, overflow: Tensor | None) -> None:
+    def _guard(self, loss: Tensor | None, norm: Tensor | None, overflow: Tensor | None, held: Tensor | None) -> None:
         """Decides on the device whether the update happens, and notes the first step that was not finite."""
         # An overflow is how the right scale is found, and no fault of the run, until there is nothing to lower.
         assert loss is not None
@@ -312,6 +334,8 @@ class Iteration:
         if self.nonfinite == "stop":
             # The host hears of it at the next log point; until then the weights stay as they were before it.
             blocked = blocked | (self.first_bad >= 0).squeeze(0)
+        if held is not None:
+            blocked = blocked | held
         self.optimizer.found_inf.copy_(blocked)  # pyrefly: ignore[missing-attribute] set above, as GradScaler does
         self.skipped += blocked
 
@@ -325,6 +349,8 @@ class Iteration:
     def evaluate(self, batch: Any) -> Tensor:
         parts = microbatches(batch)
         losses = [self.loss(part) for part in parts]
+        if self.experts is not None:
+            self.experts.agree()
         if self.parallel is not None:
             self.parallel.settle()
         if len(losses) == 1:
@@ -474,8 +500,8 @@ class TrainStep:
         process_group: train on all ranks of this group, each of which calls the step with batches of its own. All begin
             with the model of the first one; gradients and the loss that is returned are means over the targets of all
             ranks, as if their microbatches were those of one. A model that `fully_shard` was applied to is sharded over
-            this group. None trains on this process alone, or on ranks that compute each batch together (tensor
-            parallelism).
+            this group, and the experts of one that `split_experts` was applied to are split over it. None trains on
+            this process alone, or on ranks that compute each batch together (tensor parallelism).
 
     Attributes:
         grad_norm: 0-d, the gradients' 2-norm of the last step before clipping; None without clipping or `nonfinite`.
@@ -604,18 +630,28 @@ class TrainStep:
         """
         batch = self._stage(batch)
         self.grad_norm = None  # a result that is still held when its graph runs again is copied
-        loss, self.grad_norm = self._run(batch)
+        loss, self.grad_norm = self._with_room(self._run, self.iteration.run, batch)
         self._eager_steps += not self.graphs
         return loss
 
     def evaluate(self, batch: Any) -> Tensor:
         """The loss of `batch` in the same sense, 0-d, with the model in its present mode and no gradient."""
-        return self._evaluate(self._stage(batch))
+        return self._with_room(self._evaluate, self.iteration.evaluate, self._stage(batch))
+
+    def _with_room(self, run: Callable[[Any], Any], again: Callable[[Any], Any], batch: Any) -> Any:
+        """What `run` gives; or `again`, without graphs, where an expert had no room for all tokens of the batch."""
+        experts = self.iteration.experts
+        return run(batch) if experts is None else experts.run(run, again, batch)
 
     @property
     def learning_rate(self) -> Tensor | float:
         """The optimizer's present learning rate, that of its first parameter group."""
         return self.optimizer.param_groups[0]["lr"]
+
+    @property
+    def reruns(self) -> int:
+        """How often a step or evaluation ran again because an expert had no room for all its tokens."""
+        return 0 if self.iteration.experts is None else self.iteration.experts.reruns
 
     @property
     def captures(self) -> int:
