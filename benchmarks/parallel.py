@@ -11,8 +11,10 @@ graph (`ddp`), likewise when made with `init_sync=False` (`ddp_one_stream`); wha
 graphs of these layers (`fsdp_layers`, `tp_layers`). `one_gpu_compiled` and `train_step_compiled` are graphmod's
 `TrainStep` with `compile="default"` on one GPU and on all. `fsdp_bf16` is the same with layers collected in bfloat16
 and gradients added up in float32, `fsdp_whole` without giving layers back after their forward, each of them with
-`_eager` or `_layers`. `reserved` is the peak of memory since the process began, `of steps` that of the timed steps
-alone.
+`_eager` or `_layers`. Where they are asked for, a mixture of 64 experts of the shape, in `TrainStep`: shared out over
+the ranks (`experts`, `experts_eager`), or whole on each of them (`experts_whole`); `reruns` counts the steps that ran
+again because an expert had no room for all its tokens. `reserved` is the peak of memory since the process began,
+`of steps` that of the timed steps alone.
 """
 
 import argparse
@@ -32,6 +34,7 @@ DDP = ("one_gpu", "ddp_eager", "ddp_compiled", "ddp_layers", "flat", "ddp", "ddp
 SHARDED = ("fsdp_eager", "fsdp_layers", "fsdp", "tp_eager", "tp_layers", "tp")
 WAYS = ("fsdp_bf16_eager", "fsdp_bf16_layers", "fsdp_whole_eager", "fsdp_whole_layers")  # where they are asked for
 COMPILED = ("one_gpu_compiled", "train_step_compiled")
+EXPERTS = ("experts_eager", "experts", "experts_whole")  # where they are asked for
 MODES = (*DDP, *COMPILED, *SHARDED)
 
 
@@ -43,6 +46,8 @@ def make_step(mode: str, shape: dict[str, int], rank: int, ranks: int) -> tuple[
     from graphmod import CUDAGraphModule, graph_layers
     from graphmod.train.step import next_token_loss
 
+    if mode in EXPERTS:
+        return _experts(mode, shape)
     model, optimizer = build(shape)
     if mode in COMPILED:
         return _compiled(model, optimizer, ranks)
@@ -89,6 +94,43 @@ def _compiled(model: Any, optimizer: Any, ranks: int) -> tuple[Any, list[Any]]:
         process_group=distributed.group.WORLD if ranks > 1 else None,
     )
     return lambda tokens: step(tokens[None]), []
+
+
+def _experts(mode: str, shape: dict[str, int]) -> tuple[Any, list[Any]]:
+    import torch
+    from torch import distributed
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    from graphmod.train.attention import use_static_causal_attention
+    from graphmod.train.experts import split_experts
+    from graphmod.train.optim import build_optimizer
+    from graphmod.train.settings import OptimConfig, TrainGraphConfig
+    from graphmod.train.step import TrainStep
+
+    torch.manual_seed(0)
+    width = shape["width"]
+    heads = {"num_attention_heads": width // 64, "num_key_value_heads": width // 64, "head_dim": 64}
+    experts = {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": width // 4}
+    config = Qwen3MoeConfig(
+        hidden_size=width, num_hidden_layers=shape["layers"], vocab_size=VOCABULARY, use_cache=False, **heads, **experts
+    )
+    with torch.device("cuda"):
+        model = use_static_causal_attention(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+    if mode != "experts_whole":
+        split_experts(model)
+    step = TrainStep(
+        model,
+        build_optimizer(model, OptimConfig(learning_rate=1e-4), torch.device("cuda")),
+        max_grad_norm=1.0,
+        config=TrainGraphConfig(scope="none" if mode == "experts_eager" else "full_iteration"),
+        process_group=distributed.group.WORLD,
+    )
+
+    def run(tokens: Any) -> Any:
+        return step(tokens[None])
+
+    run.step = step
+    return run, step.graphs
 
 
 def _shard(model: Any, mode: str, ranks: int) -> Any:
@@ -197,6 +239,8 @@ def work(rank: int, mode: str, name: str, steps: int, ranks: int, port: int, res
     result |= {f"steps_{name}": value for name, value in memory().items() if not name.endswith("now_gib")}
     if wrappers:
         result |= {"state": wrappers[0].stats.state, "failure": wrappers[0].last_failure}
+    if mode in EXPERTS:
+        result["reruns"] = step.step.reruns
     result |= gpu_busy_ms(run) | {"environment": environment()}
     if rank == 0:
         results.put(result)
@@ -236,14 +280,14 @@ def measure(mode: str, name: str, steps: int, gpus: int, timeout: int) -> dict[s
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="small,batched,deep", help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--modes", default=",".join(MODES), help=f"of {', '.join((*MODES, *WAYS))}")
+    parser.add_argument("--modes", default=",".join(MODES), help=f"of {', '.join((*MODES, *WAYS, *EXPERTS))}")
     parser.add_argument("--steps", type=int, default=40, help="timed steps, twice")
     parser.add_argument("--gpus", type=int, default=2, help="ranks, one a GPU")
     parser.add_argument("--timeout", type=int, default=150, help="seconds for one mode and shape")
     parser.add_argument("--out", type=Path, help="write the results there as JSON, in place of earlier ones")
     options = parser.parse_args()
     shapes = chosen(parser, options.shapes, SHAPES, "--shapes")
-    modes = chosen(parser, options.modes, (*MODES, *WAYS), "--modes")
+    modes = chosen(parser, options.modes, (*MODES, *WAYS, *EXPERTS), "--modes")
     if not gpu_is_there():
         return 2
     import torch
@@ -269,7 +313,8 @@ def main() -> int:
                 f"{shape:9} {mode:14} step {result['step_ms']:8.3f} ms{against}  free {result['free_ms']:8.3f}  host "
                 f"{result['host_ms']:7.3f}  busy {result['busy_ms']:8.3f}  kernels {result['kernels']:6.0f}  reserved "
                 f"{result['reserved_gib']:6.2f} GiB, of steps {result['steps_reserved_gib']:6.2f}  "
-                f"{result.get('state', '')} {result.get('failure', '')[:200]}",
+                f"{result.get('state', '')} {result.get('failure', '')[:200]}"
+                f"{' reruns ' + str(result['reruns']) if 'reruns' in result else ''}",
                 flush=True,
             )
     return int(failed)
