@@ -108,7 +108,7 @@ class Ranks:
     def arranged(self, parallel: ParallelConfig, device: torch.device) -> "Ranks":
         """These ranks with their mesh, where `parallel` takes one; all ranks have to call this. Raises ConfigError
         where so many cannot be arranged so."""
-        if not (parallel.mode.shards or parallel.mode.splits_layers) or self.count == 1:
+        if not parallel.mode.leaves_parts or self.count == 1:
             return self
         wanted = {name: size for name, size in sizes(parallel, self.count).items() if size > 1}
         mesh = init_device_mesh(device.type, tuple(wanted.values()), mesh_dim_names=tuple(wanted))

@@ -227,6 +227,8 @@ class RunResult:
     seconds: float = 0.0  # of the loop, evaluation included
     checkpoint: str | None = None  # folder of the last checkpoint, relative to the run's
     resumed_at_step: int = 0  # steps done by earlier processes; `step_ms` and `host_ms` begin there
+    # With `parallel=experts`, steps and batches of evaluations that ran again for want of places for tokens.
+    rerun_steps: int = 0
     skipped_steps: int = 0  # updates skipped because something was not finite
     # The first step, counted from 1, whose loss or gradient was not finite; None without one.
     first_nonfinite_step: int | None = None
@@ -345,6 +347,11 @@ class RunResult:
         if self.auto:
             lines.append(f"  using {self.auto['chosen'] or 'nothing yet'}: {self.auto['reason']}")
             lines += [f"  note: {note}" for note in self.auto.get("notes", ())]
+        if self.rerun_steps:
+            lines.append(
+                f"  {counted(self.rerun_steps, 'step')} ran again without a graph, for want of places for tokens "
+                "(parallel.capacity_factor)"
+            )
         if self.skipped_steps:
             scaled = self.config.get("train", {}).get("precision") == "fp16_mixed"
             why = " (including overflows of the loss scale)" if scaled else ""

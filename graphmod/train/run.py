@@ -27,6 +27,7 @@ from graphmod.train.batches import Batches, Data, Place, load_data, make_batches
 from graphmod.train.checkpoint import Progress, check_room, save_checkpoint, saved_weights
 from graphmod.train.device import device_name, isolated, pick_device
 from graphmod.train.display import Display, Journal, beside_bar, events_fail_once, log, opening
+from graphmod.train.experts import split_experts
 from graphmod.train.fitting import fitted, has_layers, own_parts
 from graphmod.train.folders import CHECKPOINTS, checkpoints, require_whole
 from graphmod.train.loss import count_targets_of, criterion_of, weighted_mean
@@ -47,7 +48,7 @@ from graphmod.train.resume import (
     require_same,
     restore,
 )
-from graphmod.train.settings import LOCAL, NonFinite, Precision, RunConfig, Scope, plain_config
+from graphmod.train.settings import LOCAL, NonFinite, ParallelMode, Precision, RunConfig, Scope, plain_config
 from graphmod.train.step import TrainStep, microbatches, on_device, shapes, warmup_steps
 from graphmod.train.targets import in_words, named, own_lines, passes_on
 from graphmod.wrap.layers import edge_modules
@@ -251,6 +252,9 @@ def divide(config: RunConfig, model: nn.Module, ranks: Ranks) -> None:
     ConfigError where the model cannot be split so."""
     if ranks.mesh is None:
         return
+    if config.parallel.mode is ParallelMode.experts:
+        split_experts(model, ranks.data_group, capacity_factor=config.parallel.capacity_factor)
+        return
     # Layers are split before they are sharded.
     if "tp" in ranks.mesh.mesh_dim_names:
         split_layers(model, ranks.mesh["tp"])
@@ -382,6 +386,8 @@ class Run:
             values["train/loss_scale"] = step.loss_scale
         if step.loss_scale is not None or self.config.train.nonfinite is NonFinite.skip:
             values["train/skipped_steps"] = step.skipped
+        if self.config.parallel.mode is ParallelMode.experts:
+            values["train/rerun_steps"] = float(step.reruns)
         values |= self._of_ranks()
         stats, _ = self.evaluation.apart(step)
         assert self.display is not None
@@ -528,6 +534,7 @@ class Run:
             seconds=seconds,
             checkpoint=os.path.relpath(self.saved, self.folder) if self.saved else None,
             resumed_at_step=self.first,
+            rerun_steps=self.step.reruns,
             skipped_steps=int(self.metrics.latest.get("skipped", 0)),
             first_nonfinite_step=self.first_nonfinite,
         )

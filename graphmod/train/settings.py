@@ -662,6 +662,7 @@ class ParallelMode(StrEnum):
     (DistributedDataParallel). `fsdp`: batches and gradients as with `ddp`, but each keeps a part of every parameter
     (fully_shard). `tp`: all compute every sequence together, each with a part of every layer (tensor parallelism).
     `fsdp_tp`: groups of `parallel.tp` ranks do that, and the groups share batches and parameters as with `fsdp`.
+    `experts`: as with `ddp`, but each keeps a part of the experts, to which all send their tokens.
     """
 
     none = "none"
@@ -669,6 +670,7 @@ class ParallelMode(StrEnum):
     fsdp = "fsdp"
     tp = "tp"
     fsdp_tp = "fsdp_tp"
+    experts = "experts"
 
     @property
     def shards(self) -> bool:
@@ -680,12 +682,17 @@ class ParallelMode(StrEnum):
         """Whether a layer is computed by several ranks."""
         return self in (ParallelMode.tp, ParallelMode.fsdp_tp)
 
+    @property
+    def leaves_parts(self) -> bool:
+        """Whether no rank has all of the model."""
+        return self.shards or self.splits_layers or self is ParallelMode.experts
+
 
 @dataclass
 class ParallelConfig:
     """More than one GPU. Each is used by a process of its own, a rank."""
 
-    mode: ParallelMode = ParallelMode.none  # `none`, `ddp`, `fsdp`, `tp` or `fsdp_tp`
+    mode: ParallelMode = ParallelMode.none  # `none`, `ddp`, `fsdp`, `tp`, `fsdp_tp` or `experts`
     # How many ranks are started, each on a GPU or, without GPUs, on the CPU; null is one for each GPU. Where a launcher
     # such as torchrun starts them, it must be as many, or null.
     gpus: int | None = None
@@ -694,12 +701,17 @@ class ParallelConfig:
     # With `fsdp` and `fsdp_tp`, give whole parameters of a layer back after its forward and collect them again for its
     # backward; false keeps them in between, which takes memory for all layers.
     reshard_after_forward: bool = True
+    # With `experts`, the most tokens that a rank may get from another, and an expert from all, as a multiple of the
+    # mean. A step with more runs again without a graph. With `bf16` and `bf16_mixed` only ranks count, and as many as
+    # there are ranks is always enough.
+    capacity_factor: float = 2.0
 
 
 def check_parallel(parallel: ParallelConfig) -> None:
     """Raises ConfigError for numbers that cannot be, and settings that do nothing."""
     at_least("parallel", parallel, 1, "gpus")
     at_least("parallel", parallel, 2, "tp")
+    positive("parallel", parallel, "capacity_factor")
     mode = parallel.mode
     require(
         parallel.tp is None or mode.splits_layers,
@@ -711,6 +723,7 @@ def check_parallel(parallel: ParallelConfig) -> None:
         f"parallel.reshard_after_forward=false does nothing with parallel={mode}; leave it out, or choose "
         "parallel=fsdp | fsdp_tp",
     )
+    require_read("parallel", parallel, mode, {"capacity_factor": {ParallelMode.experts}})
     require(
         parallel.tp is not None or mode is not ParallelMode.fsdp_tp,
         "parallel=fsdp_tp has to be told over how many GPUs each layer is split, such as parallel.tp=2",
@@ -773,15 +786,16 @@ class RunConfig:
 def _check_split(config: RunConfig) -> None:
     """Raises ConfigError for what needs a whole model on each rank."""
     mode = config.parallel.mode
-    if not (mode.shards or mode.splits_layers):
+    if not mode.leaves_parts:
         return
+    experts = mode is ParallelMode.experts
     asked = {
         f"train.sample_every={config.train.sample_every}, which writes text with a model": config.train.sample_every,
-        "optim=muon, which updates whole matrices": config.optim.name is OptimizerName.muon,
+        "optim=muon, which updates whole matrices": not experts and config.optim.name is OptimizerName.muon,
         "optim=sgd, which PyTorch fuses for whole parameters only": config.optim.name is OptimizerName.sgd,
-        f"model.lora.r={config.model.lora.r}, whose adapters lie inside the matrices": mode.splits_layers
+        f"model.lora.r={config.model.lora.r}, whose adapters lie inside the matrices": (mode.splits_layers or experts)
         and config.model.lora.r,
-        f"model.precision={config.model.precision}, which scales whole matrices": mode.splits_layers
+        f"model.precision={config.model.precision}, which scales whole matrices": (mode.splits_layers or experts)
         and config.model.precision is not ModelPrecision.none,
     }
     for what, wanted in asked.items():
@@ -839,6 +853,11 @@ def check(config: RunConfig) -> None:
         graph.body or graph.layers is None,  # a comparison has it for all of its runs
         "graph.body=false leaves the module that runs the layers of graph=per_layer out, and does nothing with "
         "graph.layers, which names all modules; leave it out",
+    )
+    require(
+        config.parallel.mode is not ParallelMode.experts or config.data.buckets is None or not train.eval_every,
+        "parallel=experts needs batches of one shape on all ranks, and an evaluation with data.buckets has others on "
+        "each; set train.eval_every=0, or pack documents (data.packing=true)",
     )
     draws = config.model.dropout or config.model.lora.dropout
     require(graph.compile is CompileMode.none or not (train.activation_checkpointing and draws), DRAWS_IN_COMPILED_CODE)

@@ -1,5 +1,7 @@
 """Experts shared out over ranks: the numbers of the whole model, with and without room for all tokens."""
 
+import json
+
 import pytest
 import torch
 from torch import distributed
@@ -18,9 +20,12 @@ from graphmod.train.attention import use_static_causal_attention
 from graphmod.train.experts import split_experts
 from graphmod.train.optim import build_optimizer
 from graphmod.train.parallel import whole
-from graphmod.train.settings import OptimConfig, OptimizerName, TrainGraphConfig
+from graphmod.train.ranks import ALONE, joined
+from graphmod.train.settings import DeviceName, OptimConfig, OptimizerName, TrainGraphConfig
 from graphmod.train.step import TrainStep, next_token_loss
 from tests.support.ranks import in_group, on_ranks
+from tests.train.test_run_on_ranks import run
+from tests.train.test_split_models import assert_like, with_text
 
 SIZES = {
     **{"vocab_size": 32, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2, "head_dim": 8},
@@ -116,8 +121,30 @@ MIXED = {"autocast_dtype": torch.bfloat16}
 SCALED = {"scale_loss": True, "autocast_dtype": torch.float16, "nonfinite": "ignore"}
 
 
-def program(rank):
+RUN = [
+    *("model.architecture=qwen3_moe", "model.options.num_experts=4", "model.options.num_experts_per_tok=2"),
+    *("model.options.moe_intermediate_size=16", "train.ema_decay=0.9", "train.checkpoint_every=4"),
+]
+SHARED = ["parallel=experts", "parallel.capacity_factor=1.7"]
+HALF = "checkpoints/step_00000004"
+
+
+def runs(ranks, folder):
+    return {
+        "run": run(ranks, folder, "experts", *RUN, *SHARED),
+        "run, eager": run(ranks, folder, "eager", *RUN, *SHARED, "graph=none"),
+        "run, resumed": run(ranks, folder, "resumed", *RUN, *SHARED, f"train.resume={folder}/experts/{HALF}"),
+        "run, from one": run(ranks, folder, "from_one", *RUN, *SHARED, f"train.resume={folder}/alone/{HALF}"),
+    }
+
+
+def program(rank, folder):
     """All that the tests below look at; in one group, because processes take seconds to start."""
+    with joined(DeviceName.cpu) as ranks:
+        return steps(rank) | runs(ranks, folder)
+
+
+def steps(rank):
     return {
         **{("roomy", scope): trained(rank, scope, ROOMY) for scope in SCOPES},
         **{("tight", scope): trained(rank, scope, TIGHT, dropout=True) for scope in SCOPES},
@@ -135,8 +162,18 @@ def on_four(rank):
 
 
 @pytest.fixture(scope="module")
-def found():
-    return on_ranks(in_group(program), 2)
+def folder(tmp_path_factory):
+    return with_text(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    return run(ALONE, folder, "alone", *RUN, "train.grad_accumulation=2")
+
+
+@pytest.fixture(scope="module")
+def found(folder, alone):
+    return on_ranks(program, 2, folder)
 
 
 def assert_same(one, other):
@@ -186,6 +223,25 @@ def test_gradients_are_those_of_the_whole_model(found, kind):
 def test_a_step_needs_the_group_of_the_experts(found):
     without, other = found[0]["groups"]
     assert "process_group=" in without and "the same one" in other
+
+
+def test_a_run_has_the_numbers_of_eager_steps_and_of_one_process(found, alone, folder):
+    first = {name: found[0]["run"][name] for name in ("losses", "evaluated", "averaged")}
+    for name in ("run, eager", "run, resumed"):
+        assert {key: found[0][name][key] for key in first} == first
+    for one in (found[0]["run"], found[0]["run, from one"]):
+        assert_like(one, alone)
+    result = json.loads((folder / "experts" / "result.json").read_text())
+    assert result["graph"]["replays"] > 0 and result["graph"]["failures"] == 0
+    assert 0 < result["rerun_steps"] < 16  # and batches of evaluations
+    log = (folder / "experts" / "train.log").read_text()
+    assert log.count("capacity_factor=1.7 has places for") == 1 and "ran again without a graph, for want" in log
+
+
+def test_its_checkpoint_is_one_of_a_whole_model(found, alone, folder):
+    again = run(ALONE, folder, "whole", *RUN, "train.grad_accumulation=2", f"train.resume={folder}/experts/{HALF}")
+    assert_like(again, alone)
+    assert again["averaged"] == pytest.approx(alone["averaged"], rel=1e-5)
 
 
 @pytest.mark.slow

@@ -160,6 +160,11 @@ def test_layers_may_be_split_and_sharded(folder):
         (["parallel=tp", "optim=sgd"], "for whole parameters only, needs all of it"),
         (["parallel=fsdp", "parallel.tp=2"], "parallel=fsdp does not"),
         (["parallel=fsdp_tp", "parallel.tp=null"], "such as parallel.tp=2"),
+        (["parallel=experts", "train.sample_every=2"], "needs all of it"),
+        (["parallel=experts", "optim=sgd"], "for whole parameters only, needs all of it"),
+        (["parallel=experts", "parallel.capacity_factor=0"], "capacity_factor must be above 0 and finite"),
+        (["parallel=ddp", "parallel.capacity_factor=3"], "does nothing with parallel=ddp; .* parallel=experts"),
+        (["parallel=experts", "data.buckets=[8,16]", "train.eval_every=2"], "set train.eval_every=0"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(overrides, said):
