@@ -17,6 +17,7 @@ from graphmod.signature.flattening import flatten, rebuild
 from graphmod.step.entry import GraphStats
 from graphmod.step.static_inputs import mark_static
 from graphmod.torch_private import foreach_add_, foreach_copy_, foreach_mul_, unscale_, update_scale_
+from graphmod.train.experts import experts_of
 from graphmod.train.loss import CountTargets, count_targets_of, criterion_of, next_token_loss, weighted_mean
 from graphmod.train.parallel import OverRanks, by_mesh, clip, is_split, local, over_ranks, shards, total_norm
 from graphmod.train.settings import NonFinite, Scope, TrainGraphConfig, train_settings
@@ -516,8 +517,9 @@ class TrainStep:
         iteration: the arithmetic of a step; without graphs its parts are looked up at each call, and may be wrapped.
 
     Raises:
-        ValueError: `learning_rates` with an optimizer whose rate is a Python number, or `nonfinite` or `scale_loss`
-            with one that is not fused and so cannot leave out an update.
+        ValueError: `learning_rates` with an optimizer whose rate is a Python number; `nonfinite`, `scale_loss` or split
+            experts with one that is not fused and so cannot leave out an update; or a fused one that has parameters
+            of which each rank holds a part and others in one group.
     """
 
     def __init__(
@@ -538,16 +540,24 @@ class TrainStep:
         process_group: distributed.ProcessGroup | None = None,
     ) -> None:
         nonfinite = choice(NonFinite, nonfinite, "nonfinite").value
-        if (nonfinite != "ignore" or scale_loss) and not getattr(optimizer, "_step_supports_amp_scaling", False):
+        skips = nonfinite != "ignore" or scale_loss or experts_of(model) is not None
+        if skips and not getattr(optimizer, "_step_supports_amp_scaling", False):
             raise ValueError(
-                f"nonfinite={nonfinite!r} and scale_loss need an optimizer that can skip an update without asking "
-                f"the host, and this {type(optimizer).__name__} cannot; build AdamW, Adam or SGD with fused=True"
+                f"nonfinite={nonfinite!r}, scale_loss and split experts need an optimizer that can skip an update "
+                f"without asking the host, and this {type(optimizer).__name__} cannot; build AdamW, Adam or SGD with "
+                "fused=True"
             )
         for group in optimizer.param_groups:
             if learning_rates is not None and not isinstance(group["lr"], Tensor):
                 raise ValueError(
                     f"learning_rates needs an optimizer whose lr is a tensor, got {group['lr']!r}; build it with "
                     "lr=torch.tensor(..., device=...)"
+                )
+            if group.get("fused") and len(by_mesh(group["params"])) > 1:
+                raise ValueError(
+                    "a parameter group of the optimizer has parameters of which each rank holds a part beside others, "
+                    "and a fused step takes either; make a group of each kind: torch.optim.AdamW([{'params': [p for p "
+                    "in model.parameters() if isinstance(p, DTensor) is kind]} for kind in (True, False)], fused=True)"
                 )
         compile = choice(CompileMode, compile, "compile").value
         self.model, self.optimizer = model, optimizer

@@ -105,15 +105,22 @@ def gradients(rank, kind, split):
     return found
 
 
-def uses_another_group(rank):
-    model = split_experts(model_of("qwen3_moe"))
-    optimizer, said = build_optimizer(model, OptimConfig(), torch.device("cpu")), []
-    for group in (None, distributed.new_group([0, 1])):
-        with pytest.raises(ConfigError) as caught:
-            TrainStep(model, optimizer, process_group=group)
-        said.append(str(caught.value))
-    with pytest.raises(ConfigError, match="split or sharded over ranks already"):
-        split_experts(model)
+def what_is_refused(rank):
+    """What errors say of a step with another group, or an optimizer that cannot make it, and of experts split twice."""
+    model, world = split_experts(model_of("qwen3_moe")), distributed.group.WORLD
+    split = build_optimizer(model, OptimConfig(), torch.device("cpu"))
+    made = {
+        "no group": lambda: TrainStep(model, split),
+        "another group": lambda: TrainStep(model, split, process_group=distributed.new_group([0, 1])),
+        "one list": lambda: TrainStep(model, torch.optim.AdamW(model.parameters(), fused=True), process_group=world),
+        "not fused": lambda: TrainStep(model, torch.optim.AdamW(model.parameters()), process_group=world),
+        "twice": lambda: split_experts(model),
+    }
+    said = {}
+    for name, make in made.items():
+        with pytest.raises(ValueError) as caught:
+            make()
+        said[name] = str(caught.value)
     return said
 
 
@@ -153,7 +160,7 @@ def steps(rank):
         **{("mixed", scope): trained(rank, scope, 1.5, **MIXED) for scope in ("none", "full_iteration")},
         "whole": trained(rank, "none"),
         **{(kind, split): gradients(rank, kind, split) for kind in KINDS for split in (True, False)},
-        "groups": uses_another_group(rank),
+        "refused": what_is_refused(rank),
     }
 
 
@@ -220,9 +227,18 @@ def test_gradients_are_those_of_the_whole_model(found, kind):
         torch.testing.assert_close(one[kind, True], one[kind, False], rtol=1e-4, atol=1e-6)
 
 
-def test_a_step_needs_the_group_of_the_experts(found):
-    without, other = found[0]["groups"]
-    assert "process_group=" in without and "the same one" in other
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("no group", "process_group=torch.distributed.group.WORLD"),
+        ("another group", "give split_experts and TrainStep the same one"),
+        ("one list", "make a group of each kind"),
+        ("not fused", "split experts need an optimizer that can skip an update"),
+        ("twice", "split or sharded over ranks already"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(found, what, said):
+    assert said in found[0]["refused"][what]
 
 
 def test_a_run_has_the_numbers_of_eager_steps_and_of_one_process(found, alone, folder):
