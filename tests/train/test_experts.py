@@ -128,11 +128,8 @@ MIXED = {"autocast_dtype": torch.bfloat16}
 SCALED = {"scale_loss": True, "autocast_dtype": torch.float16, "nonfinite": "ignore"}
 
 
-RUN = [
-    *("model.architecture=qwen3_moe", "model.options.num_experts=4", "model.options.num_experts_per_tok=2"),
-    *("model.options.moe_intermediate_size=16", "train.ema_decay=0.9", "train.checkpoint_every=4"),
-]
-SHARED = ["parallel=experts", "parallel.capacity_factor=1.7"]
+RUN = ["model=qwen3_moe_tiny", "train.ema_decay=0.9", "train.checkpoint_every=4"]
+SHARED = ["parallel=experts", "parallel.capacity_factor=2.5"]
 HALF = "checkpoints/step_00000004"
 
 
@@ -251,7 +248,7 @@ def test_a_run_has_the_numbers_of_eager_steps_and_of_one_process(found, alone, f
     assert result["graph"]["replays"] > 0 and result["graph"]["failures"] == 0
     assert 0 < result["rerun_steps"] < 16  # and batches of evaluations
     log = (folder / "experts" / "train.log").read_text()
-    assert log.count("capacity_factor=1.7 has places for") == 1 and "ran again without a graph, for want" in log
+    assert log.count("capacity_factor=2.5 has places for") == 1 and "ran again without a graph, for want" in log
 
 
 def test_its_checkpoint_is_one_of_a_whole_model(found, alone, folder):
