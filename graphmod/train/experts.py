@@ -19,12 +19,18 @@ from torch.nn.functional import grouped_mm
 
 from graphmod.errors import ConfigError
 from graphmod.torch_private import EVAL_FRAME
+from graphmod.trace.dispatch import current
+from graphmod.trace.hazards import Reason
 from graphmod.trace.undo import under_way
 
 log = logging.getLogger("graphmod")
 
 _NAME = "over_ranks"  # of the implementation of experts that is put into a model
 _WEIGHTS = (("gate_up_proj", "down_proj"), ("up_proj", "down_proj"))
+_READ = Reason(
+    "have as many places as their tokens need, which the host reads",
+    "train them by TrainStep, which gives them a fixed number",
+)
 _OTHERWISE = "train it whole (parallel=ddp) or sharded (parallel=fsdp)"
 
 # -- tokens on their way to the experts and back -----------------------------------------------------------------------
@@ -167,8 +173,10 @@ class Experts:
         busiest = counts.amax()
         if self._fixed:
             places = min(math.ceil(self._factor * assignments / len(counts)), most)
-            torch.maximum(self.load, busiest / places, out=self.load)
+            torch.maximum(self.load, busiest.float() / places, out=self.load)
             return places
+        if (recorder := current()) is not None:
+            recorder.refuse("experts over ranks", _READ)
         distributed.all_reduce(busiest, distributed.ReduceOp.MAX, group=self.group)
         return int(busiest)
 

@@ -15,6 +15,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from graphmod import CUDAGraphModule
 from graphmod.errors import ConfigError
 from graphmod.train.attention import use_static_causal_attention
 from graphmod.train.experts import split_experts
@@ -121,7 +122,10 @@ def what_is_refused(rank):
         with pytest.raises(ValueError) as caught:
             make()
         said[name] = str(caught.value)
-    return said
+    own = CUDAGraphModule(lambda tokens: next_token_loss(model, tokens).backward(), name="own step")
+    for index in range(4):
+        own(batch_of(index, rank)[0])
+    return said | {"own step": own.last_failure}
 
 
 MIXED = {"autocast_dtype": torch.bfloat16}
@@ -232,6 +236,7 @@ def test_gradients_are_those_of_the_whole_model(found, kind):
         ("one list", "make a group of each kind"),
         ("not fused", "split experts need an optimizer that can skip an update"),
         ("twice", "split or sharded over ranks already"),
+        ("own step", "which the host reads; train them by TrainStep"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(found, what, said):
