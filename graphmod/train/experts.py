@@ -31,6 +31,7 @@ _READ = Reason(
     "have as many places as their tokens need, which the host reads",
     "train them by TrainStep, which gives them a fixed number",
 )
+_MORE = 2  # times as many places as the capacity says has an expert: less evens out there than among those of a rank
 _OTHERWISE = "train it whole (parallel=ddp) or sharded (parallel=fsdp)"
 
 # -- tokens on their way to the experts and back -----------------------------------------------------------------------
@@ -232,7 +233,7 @@ def _of_experts(self: Any, rows: Tensor, expert_of: Tensor, own: int, assignment
                 torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device)),
             )
         else:
-            capacity = experts.capacity(starts.diff(), assignments, len(order))
+            capacity = experts.capacity(starts.diff(), _MORE * assignments, len(order))
             there, back, taken = _places(ordered, starts, order, capacity)
 
     def linear(name: str, given: Tensor) -> Tensor:
@@ -268,9 +269,9 @@ def split_experts(
 
     Args:
         capacity_factor: how many times the mean of all ranks is the most that a rank may get of the tokens of another
-            in a step (and, in all numbers but bfloat16, an expert of all). Where one gets more, the step has no effect
-            and runs again without a graph, which takes more time. As many as there are ranks is always enough in
-            bfloat16.
+            in a step (in all numbers but bfloat16, also an expert of all tokens, twice that). Where one gets more, the
+            step has no effect and runs again without a graph, which takes more time. As many as there are ranks is
+            always enough in bfloat16.
 
     Raises:
         ConfigError: the model has no experts whose weights are stacked, their number does not divide by the ranks, they

@@ -701,9 +701,9 @@ class ParallelConfig:
     # With `fsdp` and `fsdp_tp`, give whole parameters of a layer back after its forward and collect them again for its
     # backward; false keeps them in between, which takes memory for all layers.
     reshard_after_forward: bool = True
-    # With `experts`, the most tokens that a rank may get from another, and an expert from all, as a multiple of the
-    # mean. A step with more runs again without a graph. With `bf16` and `bf16_mixed` only ranks count, and as many as
-    # there are ranks is always enough.
+    # With `experts`, the most tokens that a rank may get from another, as a multiple of the mean, and half of what an
+    # expert may get from all. A step with more runs again without a graph. With `bf16` and `bf16_mixed` only ranks
+    # count, and as many as there are ranks is always enough.
     capacity_factor: float = 2.0
 
 

@@ -39,7 +39,7 @@ KINDS = {
 }
 STEPS, ALIKE = 9, (5, 8)  # steps, and those in which all tokens are alike, and go to the same experts
 SCOPES, WHOLE_STEP = ("none", "per_layer", "full_iteration"), ("none", "full_iteration")
-ROOMY, TIGHT = 4.0, 2.6
+ROOMY, TIGHT = 2.0, 1.5
 
 
 def model_of(kind):
@@ -133,7 +133,7 @@ SCALED = {"scale_loss": True, "autocast_dtype": torch.float16, "nonfinite": "ign
 
 
 RUN = ["model=qwen3_moe_tiny", "train.ema_decay=0.9", "train.checkpoint_every=4"]
-SHARED = ["parallel=experts", "parallel.capacity_factor=2.5"]
+SHARED = ["parallel=experts", "parallel.capacity_factor=1.3"]
 HALF = "checkpoints/step_00000004"
 
 
@@ -157,14 +157,14 @@ def steps(rank):
         **{("tight", scope): trained(rank, scope, TIGHT, dropout=True) for scope in SCOPES},
         "tight": trained(rank, "none", TIGHT),
         **{("scaled", scope): trained(rank, scope, TIGHT, **SCALED) for scope in WHOLE_STEP},
-        **{("mixed", scope): trained(rank, scope, 1.5, **MIXED) for scope in WHOLE_STEP},
+        **{("mixed", scope): trained(rank, scope, TIGHT, **MIXED) for scope in WHOLE_STEP},
         **{kind: gradients(rank, kind, split=True) for kind in KINDS},
         "refused": what_is_refused(rank),
     }
 
 
 def on_four(rank):
-    return {scope: trained(rank, scope, TIGHT, dropout=True) for scope in SCOPES}
+    return {scope: trained(rank, scope, 1.7, dropout=True) for scope in SCOPES}
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +253,7 @@ def test_a_run_has_the_numbers_of_one_process_and_of_one_that_is_resumed(found, 
     assert result["graph"]["replays"] > 0 and result["graph"]["failures"] == 0
     assert 0 < result["rerun_steps"] < 16  # and batches of evaluations
     log = (folder / "experts" / "train.log").read_text()
-    assert log.count("capacity_factor=2.5 has places for") == 1 and "ran again without a graph, for want" in log
+    assert log.count("capacity_factor=1.3 has places for") == 1 and "ran again without a graph, for want" in log
 
 
 def test_its_checkpoint_is_one_of_a_whole_model(found, alone, folder):
