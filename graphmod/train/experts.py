@@ -72,7 +72,7 @@ class _Exchanged(torch.autograd.Function):
 
 
 class _Scaled(torch.autograd.Function):
-    """A tensor whose gradient is multiplied by a number."""
+    """A weight whose gradient is multiplied by a number, and lies as the weight does: fused optimizers want that."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
@@ -81,7 +81,7 @@ class _Scaled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple:
-        return gradients[0] * ctx.factor, None
+        return (gradients[0] * ctx.factor).contiguous(), None
 
 
 def _grouped(keys: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
