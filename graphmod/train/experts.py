@@ -290,7 +290,7 @@ def split_experts(
     layers: list[Any] = [module for module in model.modules() if _is_stacked(module)]
     if not layers or not isinstance(model, PreTrainedModel):
         raise ConfigError(
-            f"{type(model).__name__} has no experts that could be shared out: modules of transformers with stacked "
+            f"{type(model).__name__} has no experts to share out, which are modules of transformers with stacked "
             f"weights (gate_up_proj, down_proj), as in Qwen3-MoE and Mixtral; {_OTHERWISE}"
         )
     for module in layers:

@@ -280,7 +280,7 @@ class OfThree:
 @pytest.mark.parametrize(
     ("make", "factor", "said"),
     [
-        (lambda: LlamaForCausalLM(LlamaConfig(**SIZES)), 2.0, "LlamaForCausalLM has no experts"),
+        (lambda: LlamaForCausalLM(LlamaConfig(**SIZES)), 2.0, "LlamaForCausalLM has no experts to share out"),
         (lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4)), 2.0, "4 experts .* over 3 ranks"),
         (lambda: model_of("mixtral"), 0.0, "capacity_factor must be above 0 and finite, got 0.0"),
     ],
