@@ -265,7 +265,7 @@ def split_experts(
 ) -> nn.Module:
     """Leaves this rank its part of the experts of a transformers model, in place, and returns it: of those of the first
     rank. All ranks of `process_group` (None: all there are) call this, before the optimizer is made, and then train it
-    by `TrainStep`, each with batches of its own, which are of one shape.
+    by `TrainStep`, each with batches of its own, which are of one shape. Each forward is one of all ranks.
 
     Args:
         capacity_factor: how many times the mean of all ranks is the most that a rank may get of the tokens of another

@@ -12,6 +12,7 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    NemotronHConfig,
     Qwen3MoeConfig,
 )
 
@@ -32,10 +33,12 @@ SIZES = {
     **{"vocab_size": 32, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2, "head_dim": 8},
     **{"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32, "num_experts_per_tok": 2},
 }
-KINDS = {
+HYBRID = {"layers_block_type": ["attention", "moe"], "moe_shared_expert_intermediate_size": 8}
+KINDS = {  # two with a gate; one with a gate and biases, transposed; one without a gate
     "qwen3_moe": lambda: Qwen3MoeConfig(**SIZES, num_experts=8, moe_intermediate_size=16, attention_dropout=0.1),
     "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=8),
     "gpt_oss": lambda: GptOssConfig(**SIZES, num_local_experts=8, layer_types=["full_attention"] * 2),
+    "nemotron_h": lambda: NemotronHConfig(**SIZES, **HYBRID, n_routed_experts=8, n_group=1, topk_group=1),
 }
 STEPS, ALIKE = 9, (5, 8)  # steps, and those in which all tokens are alike, and go to the same experts
 SCOPES, WHOLE_STEP = ("none", "per_layer", "full_iteration"), ("none", "full_iteration")
