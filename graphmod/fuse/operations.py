@@ -210,7 +210,7 @@ def _fits(node: Node, device: str, fewest_rows: int) -> bool:
     return (
         all(one.device.type == device and one.dtype == left.dtype for one in given)  # not so under autocast
         and right.device.type == device
-        and (bool(scales) or right.dtype == left.dtype)
+        and (right.itemsize == 1 if scales else right.dtype == left.dtype)
         and (bias is None or bias.meta["val"].dim() < 2)  # more are added to rows that are flattened
         and left.dtype in (torch.bfloat16, torch.float16)
         and fewest_rows <= _rows(x) <= MOST_ROWS
@@ -320,15 +320,17 @@ def scaled_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None 
         scale: (out features,) float32.
         bias: (out features,).
     """
+    if not x.is_floating_point():
+        raise TypeError(f"scaled_linear takes an input in floating point, got {x.dtype}")
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
         return torch.nn.functional.linear(x, _unscaled(weight, scale, x.dtype), bias)
     flat = x.reshape(-1, x.shape[-1])
-    if len(flat) <= MOST_ROWS and _has_kernel() and _divides(weight) and weight.is_contiguous():
+    if 0 < len(flat) <= MOST_ROWS and _has_kernel() and _divides(weight) and weight.is_contiguous():
         (found,) = products(flat, [weight], x.dtype if bias is None else torch.float32, [scale])
     else:  # which is rounded once, too
-        found = torch.mm(flat, weight.to(x.dtype).T, out_dtype=torch.float32) * scale
-    found = found if bias is None else found + bias
-    return found.to(x.dtype).view(*x.shape[:-1], -1)
+        found = torch.mm(flat, weight.to(x.dtype).T, out_dtype=torch.float32).mul_(scale)
+    found = found if bias is None else found.add_(bias)
+    return found.to(x.dtype).view(*x.shape[:-1], len(weight))
 
 
 @scaled_linear.register_fake
@@ -338,7 +340,9 @@ def _(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> T
 
 def _unscaled(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """A weight in `dtype`, multiplied by its scales if there are some."""
-    return weight.to(dtype) if scale is None else weight.to(dtype).mul_(scale.unsqueeze(1).to(dtype))
+    if scale is None:
+        return weight.to(dtype)
+    return weight.to(torch.promote_types(dtype, scale.dtype)).mul_(scale.unsqueeze(1)).to(dtype)
 
 
 # What multiplies by a weight, its second argument, and the place of a bias.

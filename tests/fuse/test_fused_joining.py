@@ -11,7 +11,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from graphmod.decode.weights import ScaledLinear
 from graphmod.fuse.inductor import by_inductor
-from graphmod.fuse.operations import _has_kernel, join_products, multiplies_row
+from graphmod.fuse.operations import _has_kernel, join_products, multiplies_row, scaled_linear
 from graphmod.fuse.program import cut, description, graph_of
 from tests.support.step_programs import program_of
 
@@ -45,6 +45,7 @@ class Parts(nn.Module):
             linear(1024, bias=True),
             linear(2**16),
         )
+        self.scales = torch.rand(3072)
         for name, weights in {"scaled": "int8", "scaled_too": "int8", "scaled_large": "fp8"}.items():
             one = getattr(self, name)
             setattr(self, name, ScaledLinear(one.weight.detach(), one.bias, weights, "cpu"))
@@ -104,6 +105,7 @@ CASES = {
     "wide_ones": (lambda m, x: (m.wide(x), m.wide(x)), 1),
     "8_bits": (lambda m, x: (m.scaled(x), m.a(x), m.scaled_too(x)), 1),
     "8_bits_of_another_kind": (lambda m, x: (m.scaled(x), m.scaled_large(x)), 0),
+    "scales_of_more_than_8_bits": (lambda m, x: (scaled_linear(x, m.e.weight, m.scales), m.d(x), m.a(x)), 1),
     "large_ones_of_8_bits": (lambda m, x: (m.scaled_large(x), m.scaled_large(x)), 1),
     "large_ones": (lambda m, x: (m.large(x), m.large(x)), 0),
     "used_in_between": (lambda m, x: (m.a(x).sum() + m.b(x), m.c(x)), 1),

@@ -126,6 +126,22 @@ def test_many_rows_and_other_dtypes_multiply_by_a_copy(kind, device):
         torch.testing.assert_close(scaled_linear(x, weight, scale).double(), x.double() @ whole.T, **tolerance)
 
 
+def test_small_scales_count_in_float16(device):
+    weight, scale, whole = scaled(64, 128, "int8", device)
+    x = torch.randn(4, 128, device=device, dtype=torch.float16) * 64
+    found = scaled_linear(x, weight, scale * 1e-4).double()
+    torch.testing.assert_close(found, x.double() @ whole.T * 1e-4, rtol=2e-3, atol=2e-4)
+
+
+def test_an_input_of_no_rows_or_whole_numbers(device):
+    weight, scale, _ = scaled(64, 128, "int8", device)
+    for shape in ((0, 128), (2, 0, 128)):
+        x = torch.zeros(shape, device=device, dtype=torch.bfloat16)
+        assert scaled_linear(x, weight, scale).shape == (*shape[:-1], 64)
+    with pytest.raises(TypeError, match="takes an input in floating point, got"):
+        scaled_linear(torch.ones(1, 128, device=device, dtype=torch.int8), weight, scale)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 7, 100])
 def test_weights_may_lie_anywhere(rows):
