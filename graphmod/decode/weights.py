@@ -5,7 +5,8 @@ A step of few rows takes as long as its weights take from memory, so half as man
 
 import logging
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -31,26 +32,39 @@ class ScaledLinear(nn.Module):
         device: where it is put.
 
     Attributes:
-        weight: (out features, features) int8 or float8_e4m3fn: the weight divided by `scale`, rounded to nearest.
+        qweight: (out features, features) int8 or float8_e4m3fn: the weight divided by `scale`, rounded to nearest. No
+            `weight`, since that would be taken for what it stands for, by code that reads it and in saved models.
         scale: (out features,) float32: the largest magnitude of a row of the weight, divided by that of its dtype.
         bias: as given.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, weights: WeightsName, device: torch.device) -> None:
         super().__init__()
+        self.hold(weight, bias, weights, device)
+
+    def hold(self, weight: Tensor, bias: Tensor | None, weights: WeightsName, device: torch.device) -> None:
         self.out_features, self.in_features = weight.shape
         wide = torch.empty(weight.shape, device=device).copy_(weight)
         scale = wide.abs().amax(1).div_(_LARGEST[weights])
-        scale = torch.where(scale > 0, scale, 1)  # of a row of zeros
+        scale = torch.where(scale == 0, 1, scale)  # of a row of zeros
         wide /= scale.unsqueeze(1)
         self.register_buffer(
-            "weight", wide.round_().to(torch.int8) if weights == "int8" else wide.to(torch.float8_e4m3fn)
+            "qweight", wide.round_().to(torch.int8) if weights == "int8" else wide.to(torch.float8_e4m3fn)
         )
         self.register_buffer("scale", scale)
         self.bias = None if bias is None else nn.Parameter(bias.to(device), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return scaled_linear(x, self.weight, self.scale, self.bias)
+        return scaled_linear(x, self.qweight, self.scale, self.bias)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Lets `to(dtype)` change its bias alone."""
+        before = {"qweight": self.qweight, "scale": self.scale}
+        super()._apply(fn, recurse)
+        for name, kept in before.items():
+            if (now := getattr(self, name)).dtype != kept.dtype:
+                setattr(self, name, kept.to(now.device))
+        return self
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -63,7 +77,8 @@ def quantize_weights(model: nn.Module, weights: str, device: torch.device | str 
 
     Each row of a weight is divided by a scale, its largest magnitude by that of the dtype, and rounded to nearest. Sums
     are float32. What shares its weight with something else stays as it is (an output layer tied to the embedding), and
-    so does what is no plain `nn.Linear` or `Conv1D` of transformers (experts, layers of adapters).
+    so does what is no plain `nn.Linear` or `Conv1D` of transformers (experts, layers of adapters). These layers have no
+    `weight` any more: code that reads it fails, such as DoRA and the merging of adapters. Save the model before.
 
     Args:
         model: with weights in floating point.
@@ -78,18 +93,27 @@ def quantize_weights(model: nn.Module, weights: str, device: torch.device | str 
     if name is WeightsName.saved:
         raise ConfigError("weights=saved leaves a model as it is; choose int8 or fp8")
     users = Counter(id(one) for module in model.modules() for one in module.parameters(recurse=False))
-    found: dict[str, Any] = {path: one for path, one in model.named_modules() if type(one) in (nn.Linear, Conv1D)}
-    found = {path: one for path, one in found.items() if one.weight.is_floating_point() and users[id(one.weight)] == 1}
+    found: list[Any] = [one for one in model.modules() if type(one) in (nn.Linear, Conv1D)]
+    found = [
+        one
+        for one in found
+        if "forward" not in vars(one) and one.weight.is_floating_point() and users[id(one.weight)] == 1
+    ]
     if not found:
         raise ConfigError(
             f"weights={name}: {type(model).__name__} has no linear layer with a weight of its own; leave it out"
         )
-    place = torch.device(device or next(iter(found.values())).weight.device)
-    if name is WeightsName.fp8 and place.type == "cuda" and torch.cuda.get_device_capability(place) < (8, 9):
+    places = [torch.device(device or one.weight.device) for one in found]
+    if name is WeightsName.fp8 and any(
+        place.type == "cuda" and torch.cuda.get_device_capability(place) < (8, 9) for place in {*places}
+    ):
         raise ConfigError("weights=fp8 needs a GPU of compute capability 8.9 or newer; use weights=int8")
     before = sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
-    for path, linear in found.items():
-        weight = linear.weight.T if type(linear) is Conv1D else linear.weight
-        model.set_submodule(path, ScaledLinear(weight, linear.bias, name, place))
+    for linear, place in zip(found, places, strict=True):
+        weight, bias = linear.weight.T if type(linear) is Conv1D else linear.weight, linear.bias
+        # In place: hooks stay, and who else holds the layer has this one.
+        del linear.weight
+        linear.__class__ = ScaledLinear
+        linear.hold(weight, bias, name, place)
     after = sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
     log.info("%d linear layers in %s: %.1f MiB instead of %.1f", len(found), name, after / 2**20, before / 2**20)

@@ -8,6 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from graphmod.decode import DecodeEngine, quantize_weights
 from graphmod.decode.weights import ScaledLinear
 from graphmod.errors import ConfigError
+from graphmod.train.model import load_weights
 from tests.support.decode_models import ARCHITECTURES, prompts_of, tiny_model
 
 
@@ -22,11 +23,11 @@ def test_each_number_is_that_which_is_nearest(weights, most, device):
     quantize_weights(model, weights)
     scaled = model[0]
     assert (
-        scaled.weight.itemsize == 1
+        scaled.qweight.itemsize == 1
         and scaled.scale.dtype == torch.float32
-        and not [*scaled.weight[3].float().nonzero()]
+        and not [*scaled.qweight[3].float().nonzero()]
     )
-    error = (scaled.weight.float() * scaled.scale.unsqueeze(1) - before).abs()
+    error = (scaled.qweight.float() * scaled.scale.unsqueeze(1) - before).abs()
     # Of int8 half a step, which is a 127th of the largest; of fp8 half of the last of its three bits.
     largest = (
         before.abs().amax(1, keepdim=True)
@@ -36,7 +37,7 @@ def test_each_number_is_that_which_is_nearest(weights, most, device):
     assert (error <= largest * most * 1.001).all() and error.max() > 0
     x = torch.randn(5, 40, device=device)
     expected = (
-        x.double() @ (scaled.weight.double() * scaled.scale.double().unsqueeze(1)).T + layer.bias.double()
+        x.double() @ (scaled.qweight.double() * scaled.scale.double().unsqueeze(1)).T + layer.bias.double()
     ).tanh()
     torch.testing.assert_close(model(x).double(), expected, rtol=1e-4, atol=1e-5)
 
@@ -99,6 +100,54 @@ def test_what_shares_its_weight_or_is_no_linear_layer_stays():
     quantize_weights(model, "int8")
     assert type(model.lm_head) is nn.Linear
     assert sum(isinstance(one, ScaledLinear) for one in model.modules()) == 7 * 2
+
+
+def test_a_layer_keeps_its_hooks_its_places_and_its_mode():
+    layer = nn.Linear(8, 8)
+    model = nn.ModuleDict({"a": layer, "b": layer, "other": nn.Linear(8, 8, device="meta")}).eval()
+    layer.register_forward_hook(lambda module, given, result: result * 100)
+    x = torch.randn(2, 8)
+    expected = layer(x)
+    quantize_weights(model, "int8")
+    assert model["a"] is model["b"] is layer and type(layer) is ScaledLinear and not layer.training
+    assert model["other"].qweight.is_meta
+    torch.testing.assert_close(model["b"](x), expected, rtol=0.05, atol=2)
+
+
+def test_a_layer_with_a_forward_of_its_own_stays():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[0].forward = lambda x: x * model[0].weight
+    quantize_weights(model, "int8")
+    assert [type(one) for one in model] == [nn.Linear, ScaledLinear]
+
+
+def test_a_saved_model_of_8_bits_is_not_taken_for_another(tmp_path):
+    model = tiny_model("llama", torch.device("cpu"))
+    quantize_weights(model, "int8")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="lacks 15 weights of its model"):
+        load_weights(tmp_path, None, "auto")
+    assert not hasattr(model.lm_head, "weight")  # which code may multiply by
+
+
+@pytest.mark.parametrize("weights", ["int8", "fp8"])
+def test_another_dtype_of_a_model_leaves_the_weights_as_they_are(weights, device):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 24)).to(device)
+    quantize_weights(model, weights)
+    before = model[0].qweight, model[0].scale
+    model.to(torch.bfloat16)
+    for old, now in zip(before, (model[0].qweight, model[0].scale), strict=True):
+        assert old.dtype == now.dtype and torch.equal(old.double(), now.double())
+    assert model(torch.randn(2, 40, device=device, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_what_is_no_number_stays_one():
+    model = nn.Sequential(nn.Linear(8, 2))
+    with torch.no_grad():
+        model[0].weight[0, 0] = float("nan")
+    quantize_weights(model, "int8")
+    assert model(torch.ones(1, 8)).isnan().tolist() == [[True, False]]
 
 
 def test_what_cannot_be_is_said():
