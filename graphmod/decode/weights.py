@@ -93,7 +93,10 @@ def quantize_weights(model: nn.Module, weights: str, device: torch.device | str 
     if name is WeightsName.saved:
         raise ConfigError("weights=saved leaves a model as it is; choose int8 or fp8")
     users = Counter(id(one) for module in model.modules() for one in module.parameters(recurse=False))
-    found: list[Any] = [one for one in model.modules() if type(one) in (nn.Linear, Conv1D)]
+    # Of a layer of peft, which reads their weights itself.
+    adapters = [getattr(one, each, None) for one in model.modules() for each in getattr(one, "adapter_layer_names", ())]
+    apart = {id(one) for each in adapters if isinstance(each, nn.Module) for one in each.modules()}
+    found: list[Any] = [one for one in model.modules() if type(one) in (nn.Linear, Conv1D) and id(one) not in apart]
     found = [
         one
         for one in found

@@ -102,6 +102,20 @@ def test_what_shares_its_weight_or_is_no_linear_layer_stays():
     assert sum(isinstance(one, ScaledLinear) for one in model.modules()) == 7 * 2
 
 
+def test_adapters_stay_and_are_added_to_their_layers(device):
+    peft = pytest.importorskip("peft")
+    model = tiny_model("llama", device)
+    settings = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, settings).eval()
+    tokens = torch.tensor(prompts_of(9), device=device)
+    with torch.no_grad():
+        expected = adapted(tokens).logits
+        quantize_weights(model, "int8")
+        assert (adapted(tokens).logits - expected).abs().max() < 0.05 * expected.abs().max()
+    layer = adapted.base_model.model.model.layers[0].self_attn.q_proj
+    assert type(layer.lora_A["default"]) is nn.Linear and type(layer.base_layer) is ScaledLinear
+
+
 def test_a_layer_keeps_its_hooks_its_places_and_its_mode():
     layer = nn.Linear(8, 8)
     model = nn.ModuleDict({"a": layer, "b": layer, "other": nn.Linear(8, 8, device="meta")}).eval()
