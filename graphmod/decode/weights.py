@@ -43,6 +43,7 @@ class ScaledLinear(nn.Module):
         self.hold(weight, bias, weights, device)
 
     def hold(self, weight: Tensor, bias: Tensor | None, weights: WeightsName, device: torch.device) -> None:
+        """Makes these its own, with the arguments of the class; also of another layer, which is to become one."""
         self.out_features, self.in_features = weight.shape
         wide = torch.empty(weight.shape, device=device).copy_(weight)
         scale = wide.abs().amax(1).div_(_LARGEST[weights])
@@ -55,7 +56,12 @@ class ScaledLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias.to(device), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return scaled_linear(x, self.qweight, self.scale, self.bias)
+        bias, kind = self.bias, x.device.type
+        # Not in the operation: a compiled step repeats that without autocast, which there is none of on `meta`.
+        if x.is_floating_point() and not x.is_meta and torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+        return scaled_linear(x, self.qweight, self.scale, bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Lets `to(dtype)` change its bias alone."""

@@ -8,8 +8,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from graphmod.decode import DecodeEngine, quantize_weights
 from graphmod.decode.weights import ScaledLinear
 from graphmod.errors import ConfigError
+from graphmod.fuse.program import Compiled, cut, graph_of
 from graphmod.train.model import load_weights
 from tests.support.decode_models import ARCHITECTURES, prompts_of, tiny_model
+from tests.support.step_programs import program_of
 
 
 @pytest.mark.parametrize("weights, most", [("int8", 1 / 254), ("fp8", 1 / 16)])
@@ -124,7 +126,7 @@ def test_a_layer_keeps_its_hooks_its_places_and_its_mode():
     expected = layer(x)
     quantize_weights(model, "int8")
     assert model["a"] is model["b"] is layer and type(layer) is ScaledLinear and not layer.training
-    assert model["other"].qweight.is_meta
+    assert model["other"].qweight.is_meta and model["other"](x.to("meta")).is_meta
     torch.testing.assert_close(model["b"](x), expected, rtol=0.05, atol=2)
 
 
@@ -162,6 +164,22 @@ def test_what_is_no_number_stays_one():
         model[0].weight[0, 0] = float("nan")
     quantize_weights(model, "int8")
     assert model(torch.ones(1, 8)).isnan().tolist() == [[True, False]]
+
+
+def test_autocast_is_in_a_step_that_is_repeated_without_it():
+    torch.manual_seed(0)
+    model, x, result = nn.Sequential(nn.Linear(128, 64)), torch.randn(4, 128), torch.zeros(4, 64)
+    quantize_weights(model, "int8")
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16):
+            result.copy_(model(x))
+
+    program, inputs = program_of(step)
+    expected = result.clone()
+    pieces = cut(program)
+    Compiled(pieces, [graph_of(piece) for piece in pieces], inputs)()
+    assert torch.equal(result, expected) and torch.equal(result, result.bfloat16().float())
 
 
 def test_what_cannot_be_is_said():
