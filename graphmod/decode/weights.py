@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from graphmod.config import choice
 from graphmod.decode.types import WeightsName
 from graphmod.errors import ConfigError
-from graphmod.fuse.operations import scaled_linear
+from graphmod.fuse.operations import reads_8_bits, scaled_linear
 
 log = logging.getLogger("graphmod")
 
@@ -117,12 +117,19 @@ def quantize_weights(model: nn.Module, weights: str, device: torch.device | str 
         place.type == "cuda" and torch.cuda.get_device_capability(place) < (8, 9) for place in {*places}
     ):
         raise ConfigError("weights=fp8 needs a GPU of compute capability 8.9 or newer; use weights=int8")
-    before = sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
+    copied, before = 0, sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
     for linear, place in zip(found, places, strict=True):
         weight, bias = linear.weight.T if type(linear) is Conv1D else linear.weight, linear.bias
         # In place: hooks stay, and who else holds the layer has this one.
         del linear.weight
         linear.__class__ = ScaledLinear
         linear.hold(weight, bias, name, place)
+        copied += not reads_8_bits(linear.qweight, weight.dtype)
     after = sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
     log.info("%d linear layers in %s: %.1f MiB instead of %.1f", len(found), name, after / 2**20, before / 2**20)
+    if copied:
+        log.info(
+            "%d of them copy their weights in each call, and so are slower than before: a GPU reads 8 bits as they are "
+            "in models of bfloat16 or float16, with out features in multiples of 64, and features of 128",
+            copied,
+        )

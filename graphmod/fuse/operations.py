@@ -311,8 +311,8 @@ def _(x: Tensor, weights: list[Tensor], parts: int, scales: list[Tensor]) -> lis
 def scaled_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ (scale[:, None] * weight).T + bias`.
 
-    Up to 128 rows in half precision read the weight as it is, on a GPU with Triton. Others are multiplied by a copy of
-    the weight in the dtype of `x`, made anew in each call.
+    Up to 128 rows read the weight as it is where `reads_8_bits`, on a GPU with Triton. Others are multiplied by a copy
+    of the weight in the dtype of `x`, made anew in each call.
 
     Args:
         x: (..., features) floating point.
@@ -325,7 +325,7 @@ def scaled_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None 
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
         return torch.nn.functional.linear(x, _unscaled(weight, scale, x.dtype), bias)
     flat = x.reshape(-1, x.shape[-1])
-    if 0 < len(flat) <= MOST_ROWS and _has_kernel() and _divides(weight) and weight.is_contiguous():
+    if 0 < len(flat) <= MOST_ROWS and _has_kernel() and reads_8_bits(weight, x.dtype):
         (found,) = products(flat, [weight], x.dtype if bias is None else torch.float32, [scale])
     else:  # which is rounded once, too
         found = torch.mm(flat, weight.to(x.dtype).T, out_dtype=torch.float32).mul_(scale)
@@ -336,6 +336,11 @@ def scaled_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None 
 @scaled_linear.register_fake
 def _(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     return x.new_empty(*x.shape[:-1], len(weight))
+
+
+def reads_8_bits(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether kernels multiply rows of a dtype by a weight of 8 bits, on a GPU that has them."""
+    return dtype in (torch.bfloat16, torch.float16) and _divides(weight) and weight.is_contiguous()
 
 
 def _unscaled(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -182,6 +182,16 @@ def test_autocast_is_in_a_step_that_is_repeated_without_it():
     assert torch.equal(result, expected) and torch.equal(result, result.bfloat16().float())
 
 
+@pytest.mark.parametrize(
+    "dtype, sizes, count",
+    [(torch.bfloat16, (128, 64), 0), (torch.float32, (128, 64), 1), (torch.bfloat16, (64, 64), 1)],
+)
+def test_layers_that_no_kernel_reads_are_counted(dtype, sizes, count, caplog):
+    with caplog.at_level("INFO", "graphmod"):
+        quantize_weights(nn.Sequential(nn.Linear(*sizes, dtype=dtype)), "int8")
+    assert (f"{count} of them copy their weights in each call, and so are slower" in caplog.text) is bool(count)
+
+
 def test_what_cannot_be_is_said():
     for model, weights, said in (
         (nn.Linear(2, 2), "int4", "weights='int4' is not known; choose one of: saved, int8, fp8"),
