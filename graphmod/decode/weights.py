@@ -45,7 +45,7 @@ class ScaledLinear(nn.Module):
     def hold(self, weight: Tensor, bias: Tensor | None, weights: WeightsName, device: torch.device) -> None:
         """Makes these its own, with the arguments of the class; also of another layer, which is to become one."""
         self.out_features, self.in_features = weight.shape
-        wide = torch.empty(weight.shape, device=device).copy_(weight)
+        wide = torch.empty(weight.shape, device=device, dtype=torch.float32).copy_(weight)
         scale = wide.abs().amax(1).div_(_LARGEST[weights])
         scale = torch.where(scale == 0, 1, scale)  # of a row of zeros
         wide /= scale.unsqueeze(1)
@@ -120,10 +120,10 @@ def quantize_weights(model: nn.Module, weights: str, device: torch.device | str 
     copied, before = 0, sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
     for linear, place in zip(found, places, strict=True):
         weight, bias = linear.weight.T if type(linear) is Conv1D else linear.weight, linear.bias
-        # In place: hooks stay, and who else holds the layer has this one.
+        # In place: hooks stay, and who else holds the layer has this one. What fails does so before.
+        ScaledLinear.hold(linear, weight, bias, name, place)
         del linear.weight
         linear.__class__ = ScaledLinear
-        linear.hold(weight, bias, name, place)
         copied += not reads_8_bits(linear.qweight, weight.dtype)
     after = sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
     log.info("%d linear layers in %s: %.1f MiB instead of %.1f", len(found), name, after / 2**20, before / 2**20)

@@ -1,5 +1,7 @@
 """Models whose linear layers have weights of 8 bits."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -128,6 +130,26 @@ def test_a_layer_keeps_its_hooks_its_places_and_its_mode():
     assert model["a"] is model["b"] is layer and type(layer) is ScaledLinear and not layer.training
     assert model["other"].qweight.is_meta and model["other"](x.to("meta")).is_meta
     torch.testing.assert_close(model["b"](x), expected, rtol=0.05, atol=2)
+
+
+def test_a_layer_that_cannot_be_quantized_is_left_as_it_was():
+    model = nn.Sequential(nn.Linear(8, 8, device="meta"))
+    with pytest.raises(NotImplementedError):
+        quantize_weights(model, "int8", "cpu")
+    assert type(model[0]) is nn.Linear and model[0].weight.shape == (8, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_is_not_that_of_scales(dtype):
+    model = nn.Sequential(nn.Linear(40, 24))
+    again = copy.deepcopy(model)
+    quantize_weights(model, "int8")
+    torch.set_default_dtype(dtype)
+    try:
+        quantize_weights(again, "int8")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert again[0].scale.dtype == torch.float32 and torch.equal(again[0].qweight, model[0].qweight)
 
 
 def test_a_layer_with_a_forward_of_its_own_stays():
