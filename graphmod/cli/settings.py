@@ -148,6 +148,8 @@ class GenerateConfig:
             raise ConfigError("out=FILE goes with prompts_file=FILE; a single prompt is printed")
         if self.overwrite and self.prompts_file is None:
             raise ConfigError("overwrite=true goes with prompts_file=FILE; a single prompt is printed")
+        if self.decode.adapter is not None:
+            raise ConfigError("decode.adapter is for engines in Python; model.path=FOLDER takes an adapter")
         if self.decode.n < 1:
             raise ConfigError(f"decode.n must be at least 1, got {self.decode.n}")
         self.sampling()

@@ -207,7 +207,7 @@ class ContinuousBatch:
             )
             with attention(self._model, self._attention):
                 if kind & MASKED:
-                    self._graphs.launch_forward(len(running), context)
+                    self._graphs.launch_forward(len(running), context, kind)
                     for chunk in self._in_flight:
                         runs += self._booked(chunk)
                     self._state.set_masks(0, [None if one.done else one.matcher for one in running])

@@ -6,7 +6,9 @@ from collections import OrderedDict
 
 from graphmod.decode.types import DecodeError
 
-_Place = tuple[int, tuple[int, ...]]  # the block before, by its serial number, and the tokens of this one
+# The block before, by its serial number, and the tokens of this one. Before the first comes the adapter, as a number
+# that is not positive.
+_Place = tuple[int, tuple[int, ...]]
 
 
 class BlockAllocator:
@@ -84,13 +86,16 @@ class BlockAllocator:
                 self._free[block] = None
                 self._free.move_to_end(block, last=block in self._place)
 
-    def match(self, tokens: list[int]) -> list[int]:
+    def match(self, tokens: list[int], adapter: int = 0) -> list[int]:
         """The known blocks that hold the beginning of `tokens`, all but the last token at most. None is held by that.
 
         The last token is left, since somebody has to compute what comes after it.
+
+        Args:
+            adapter: the number of that which computed them; 0 is none.
         """
         found: list[int] = []
-        serial, size = 0, self.block_size
+        serial, size = -adapter, self.block_size
         for start in range(0, (len(tokens) - 1) // size * size, size):
             block = self._known.get((serial, tuple(tokens[start : start + size])))
             if block is None:
@@ -99,10 +104,14 @@ class BlockAllocator:
             serial = self._place[block][1]
         return found
 
-    def know(self, tokens: list[int], blocks: list[int]) -> None:
+    def know(self, tokens: list[int], blocks: list[int], adapter: int = 0) -> None:
         """Notes that `blocks` hold `tokens`, as far as they fill them. Where others are known to hold the same, those
-        stay the known ones."""
-        serial, size = 0, self.block_size
+        stay the known ones.
+
+        Args:
+            adapter: see `match`.
+        """
+        serial, size = -adapter, self.block_size
         for start, block in zip(range(0, len(tokens) // size * size, size), blocks, strict=False):
             place = (serial, tuple(tokens[start : start + size]))
             known = self._known.get(place)

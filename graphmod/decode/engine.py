@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 
 from graphmod.attention import attention, decoding
 from graphmod.config import choice
+from graphmod.decode.adapters import Adapters, adaptable
 from graphmod.decode.attention import choose
 from graphmod.decode.batch import ContinuousBatch
 from graphmod.decode.blocks import BlockAllocator
@@ -27,7 +29,7 @@ from graphmod.decode.cache import Offload, PagedCache
 from graphmod.decode.model import look_at, require_causal_lm
 from graphmod.decode.prefill import Limits, PackedPrefill, PaddedPrefill, unavailable
 from graphmod.decode.requests import RequestReader
-from graphmod.decode.sampling import CHOICE, GREEDY
+from graphmod.decode.sampling import ADAPTED, CHOICE, GREEDY
 from graphmod.decode.scheduler import Scheduler
 from graphmod.decode.step import BatchState, BucketGraphs, DecodeStep, context_sizes
 from graphmod.decode.streams import EngineLoop, Handle, TokenStream
@@ -109,6 +111,8 @@ class DecodeEngine:
         self.max_seq_len = max_seq_len = _length(config, positions)
         modules = list(model.modules())
         anatomy = decoding(modules, look_at, model, max_seq_len)
+        shown = decoding(modules, adaptable, model) if config.max_adapters else {}
+        self.adapters = adapters = Adapters(model, shown, config.max_adapters, config.max_adapter_rank)
         size, rows = config.block_size, config.max_batch_size
         table = -(-max_seq_len // size)
         blocks = rows * table if config.cache_tokens is None else config.cache_tokens // size
@@ -119,32 +123,36 @@ class DecodeEngine:
         # A launch that waits its turn reads memory of the host over and over, and takes 5 % of the bus from copies.
         steps = config.steps_per_sync if memory.ring is None else 1
         # Results of two chunks of steps wait to be read at most, and first tokens.
-        self.state = state = BatchState(rows, table, 2 * steps + 1, model.device, text.vocab_size, max_seq_len)
+        self.state = state = BatchState(
+            rows, table, 2 * steps + 1, model.device, text.vocab_size, max_seq_len, adapters
+        )
         self.scheduler = scheduler = Scheduler(BlockAllocator(blocks, size, memory.first_block), rows)
         step = DecodeStep(model, memory, own=chosen.name is None)
         contexts = context_sizes(size, table * size, chosen.stops_at_context)
-        self.graphs = graphs = BucketGraphs(step, state, config, contexts)
+        self.graphs = graphs = BucketGraphs(step, state, config, contexts, adapters)
         tokens = config.prefill_tokens
         scored = min(tokens, max(_LEAST_SCORED, _MOST_LOGITS // text.vocab_size))
         limits = Limits(tokens, _MOST_PIECES, max(min(table, blocks) * size, 4 * tokens), scored)
         self.attention = chosen
         packed = None
         if chosen.name is not None and unavailable(memory) is None:
-            packed = PackedPrefill(model, memory, limits, graphs.settings if config.graphs else None, graphs.group)
+            packed = PackedPrefill(
+                model, memory, limits, graphs.settings if config.graphs else None, graphs.group, adapters
+            )
         self.prefill = packed  # None where the model attends by itself
-        padded = PaddedPrefill(model, memory, tokens, state.to_device)
+        padded = PaddedPrefill(model, memory, tokens, state.to_device, adapters)
         self._batch = batch = ContinuousBatch(
             model, memory, state, scheduler, graphs, packed or padded, limits, chosen.name, steps
         )
         computed = packed.uncounted if packed else padded
         decoding(modules, compare_made_up, model, memory, state, computed, tokens, chosen)
         self.requests = requests = RequestReader(
-            model, max_seq_len, codec, config.generation_config, list(logits_processors), graphs.chains
+            model, max_seq_len, codec, config.generation_config, list(logits_processors), graphs.chains, adapters
         )
-        first = FirstTokens(model, tokens, f"decode steps with {chosen.name or 'own attention'}")
+        first = FirstTokens(model, tokens, f"decode steps with {chosen.name or 'own attention'}", adapters)
         if graphs.compiler is not None:
             graphs.compiler.taken_over = first.await_again
-        self._traffic = Traffic(model, batch, memory, first, requests, config)
+        self._traffic = Traffic(model, batch, memory, first, requests, config, adapters)
         self._resume_seconds = 0.0
         self._loop: EngineLoop | None = None
         self._making_loop = threading.RLock()  # garbage collection may ask for it in between
@@ -321,6 +329,29 @@ class DecodeEngine:
         """
         return TokenStream(self, self.submit_all(prompts, n, sampling, **settings))
 
+    # -- adapters ------------------------------------------------------------------------------------------------
+
+    def load_adapter(self, name: str, folder: str | Path) -> None:
+        """Loads a LoRA adapter that peft has saved, for requests with `adapter=name`. Any thread may call it, while
+        requests run.
+
+        Raises:
+            ConfigError: the folder holds none that can be used, the name is taken, or there is no room.
+        """
+        found = self.adapters.read(Path(folder))
+        with self._traffic.turn():
+            self.adapters.put(name, found)
+
+    def unload_adapter(self, name: str) -> None:
+        """Takes no more requests with this adapter. Those that there are go on with it; then its room is free. Any
+        thread may call it.
+
+        Raises:
+            ConfigError: there is no such adapter.
+        """
+        with self._traffic.turn():
+            self.adapters.unload(name)
+
     # -- lifecycle -----------------------------------------------------------------------------------------------
 
     def warm_up(
@@ -339,7 +370,7 @@ class DecodeEngine:
             max_context: capture for contexts up to this length; None means `max_seq_len`. Of no importance where
                 attention stops at the context by itself.
             kinds: of sampling: `GREEDY`, `PLAIN`, `FILTERED` of `graphmod.decode.sampling`, or one of them `| ADJUSTED`
-                for requests with penalties, a bias, or tokens that are ruled out.
+                for requests with penalties, a bias, or tokens that are ruled out, or `| ADAPTED` for adapters.
             prefill: also the graphs of prefill.
             progress: show a bar with the free memory, on a terminal.
         """
@@ -358,7 +389,8 @@ class DecodeEngine:
                 with attention(self.model, self.attention.name):
                     self.graphs.capture(sizes or self.graphs.sizes, contexts, kinds, progress)
                 if prefill and self.prefill is not None:
-                    self.prefill.capture(min(max_context or self.max_seq_len, self.max_seq_len), progress)
+                    adapted = {bool(kind & ADAPTED) for kind in kinds}
+                    self.prefill.capture(min(max_context or self.max_seq_len, self.max_seq_len), adapted, progress)
 
             try:
                 self._traffic.decoding(capture)

@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from graphmod.attention import attention, takes
 from graphmod.config import CUDAGraphConfig
+from graphmod.decode.adapters import Adapters
 from graphmod.decode.cache import NULL_BLOCK, Attends, GatheredView, Layer, PagedCache, StoringView, slot_mapping
 from graphmod.decode.model import positions, step_arguments
 from graphmod.decode.sampling import most_likely
@@ -45,6 +46,7 @@ class Piece(NamedTuple):
         last: whether the prompt ends with it, so that the logits after its last token are needed.
         targets: the token that comes after each of its tokens, whose log-probability is asked for (after the last of
             the prompt, any); None where none is.
+        slot: of its adapter; 0 for none.
     """
 
     tokens: list[int]
@@ -52,6 +54,7 @@ class Piece(NamedTuple):
     blocks: list[int]
     last: bool
     targets: list[int] | None = None
+    slot: int = 0
 
     @property
     def end(self) -> int:
@@ -132,6 +135,7 @@ class Packed(NamedTuple):
             piece, to which none of the columns belong.
         ends: (pieces,) int64: which tokens are the last of their prompts; the rest is 0.
         targets: (T,) int64: whose log-probability is asked for after each token; None where none is.
+        adapters: `Adapters.chosen` of each token; None where no piece has one.
     """
 
     tokens: Tensor
@@ -139,6 +143,7 @@ class Packed(NamedTuple):
     starts: Tensor
     ends: Tensor
     targets: Tensor | None = None
+    adapters: Tensor | None = None
 
 
 class PackedBuffer:
@@ -147,21 +152,25 @@ class PackedBuffer:
     Args:
         limits: of pieces.
         by_length: whether nobody reads columns that are not there, nor more of a column than its slot.
+        adapters: that pieces may have.
     """
 
-    def __init__(self, memory: PagedCache, limits: Limits, by_length: bool) -> None:
+    def __init__(self, memory: PagedCache, limits: Limits, by_length: bool, adapters: Adapters) -> None:
         self._memory, self._limits, self._by_length = memory, limits, by_length
+        self._chosen = adapters.chosen
         numbers = {"dtype": torch.int64, "device": memory.device}
         self._tokens = torch.zeros(4 * limits.tokens, **numbers)
         self._columns = torch.zeros(3 * limits.columns, **numbers)
         self._starts = torch.zeros((2, limits.pieces + 2), dtype=torch.int32, device=memory.device)
         self._ends = torch.zeros(limits.pieces, **numbers)
         self._targets = torch.zeros(limits.tokens, **numbers)
-        self._given: dict[tuple[int, int | None, bool], Packed] = {}
+        self._slots = torch.zeros(limits.tokens, **numbers)
+        self._adapters = self._chosen(self._slots)
+        self._given: dict[Key, Packed] = {}
 
-    def packed(self, tokens: int, columns: int | None, scored: bool = False) -> Packed:
-        """The tensors for so many tokens and columns, with targets if they are `scored`; the same ones each time."""
-        key = tokens, columns, scored
+    def packed(self, key: Key) -> Packed:
+        """The tensors for so many tokens and columns, with targets if they are scored; the same ones each time."""
+        tokens, columns, scored, adapted = key
         if key not in self._given:
             self._given[key] = Packed(
                 mark_static(self._tokens[: 4 * tokens].view(4, tokens)),
@@ -169,13 +178,14 @@ class PackedBuffer:
                 mark_static(self._starts[:]),
                 mark_static(self._ends[:]),
                 mark_static(self._targets[:tokens]) if scored else None,
+                mark_static(self._adapters[:tokens]) if adapted else None,
             )
         return self._given[key]
 
-    def fill(self, pieces: list[Piece], tokens: int, columns: int | None) -> Packed:
+    def fill(self, pieces: list[Piece], key: Key) -> Packed:
         """Writes pieces, which must fit; all of them have targets, or none has."""
-        scored = any(piece.targets is not None for piece in pieces)
-        into, size = self.packed(tokens, columns, scored), self._memory.block_size
+        tokens, columns, _, _ = key
+        into, size = self.packed(key), self._memory.block_size
         rows = numpy.zeros((4, tokens), dtype=numpy.int64)
         rows[PIECE] = NOBODY
         rows[SLOT] = size + numpy.arange(tokens) % self._memory.rows  # the spare slots
@@ -211,6 +221,10 @@ class PackedBuffer:
         if into.targets is not None:
             targets = numpy.array([one for piece in pieces for one in piece.targets or ()], dtype=numpy.int64)
             self._bring(into.targets[: len(targets)], targets)
+        if into.adapters is not None:
+            own = numpy.array([0] + [piece.slot for piece in pieces])  # NOBODY is -1, so that each is found one further
+            self._bring(self._slots[:tokens], own[rows[PIECE] + 1])
+            into.adapters.copy_(self._chosen(self._slots[:tokens]))
         if held is not None and into.columns is not None:
             if self._by_length:
                 self._bring(into.columns[HELD, :room], held[HELD])
@@ -371,7 +385,7 @@ _LEAST_TOKENS = 128  # a GPU that computes with fewer waits for the weights as l
 _BUSY_TOKENS = 512
 _LEAST_COLUMNS = 256
 
-Key = tuple[int, int | None, bool]  # tokens, columns, whether they are scored
+Key = tuple[int, int | None, bool, bool]  # tokens, columns, whether they are scored, whether some have an adapter
 
 
 def sizes(least: int, most: int, factor: int) -> list[int]:
@@ -412,6 +426,7 @@ class PackedPrefill:
         limits: of pieces.
         settings: of the wrappers; None captures nothing.
         group: of the wrappers.
+        adapters: that pieces may have.
     """
 
     def __init__(
@@ -421,7 +436,9 @@ class PackedPrefill:
         limits: Limits,
         settings: CUDAGraphConfig | None,
         group: Group,
+        adapters: Adapters,
     ) -> None:
+        self._adapters = adapters
         self._model, self._step, self._settings, self._group = model, PackedStep(model, memory), settings, group
         doubling = sizes(_LEAST_TOKENS, limits.tokens, 2)
         # Where a GPU is busy with them, tokens that are padding cost as much as others.
@@ -430,7 +447,7 @@ class PackedPrefill:
         # One size where any number of columns takes the time of those that there are.
         self._by_length = reads_by_length(memory)
         self.columns = [limits.columns] if self._by_length else sizes(_LEAST_COLUMNS, limits.columns, 4)
-        self._buffer = PackedBuffer(memory, limits, by_length=self._by_length)
+        self._buffer = PackedBuffer(memory, limits, self._by_length, adapters)
         self._device, self._released = memory.device, 0
         self.wrappers: dict[Key, CUDAGraphModule] = {}
         self._counts = BucketStats()
@@ -438,21 +455,21 @@ class PackedPrefill:
     def __call__(self, pieces: list[Piece]) -> Tensor:
         """Stores the keys and values of pieces, in their order; gives the logits after those that are `last`, (pieces
         that are last, vocabulary)."""
-        return self._computed(pieces, scored=False)[: sum(piece.last for piece in pieces)]
+        return self._computed(pieces)[: sum(piece.last for piece in pieces)]
 
     def scored(self, pieces: list[Piece]) -> tuple[Tensor, Scores]:
         """What a call gives, for pieces that have targets, and the scores of all tokens."""
-        logits, scores = self._computed(pieces, scored=True)
+        logits, scores = self._computed(pieces)
         return logits[: sum(piece.last for piece in pieces)], scores
 
-    def _computed(self, pieces: list[Piece], scored: bool) -> Any:
-        size, columns = self._sizes(pieces)
-        packed = self._buffer.fill(pieces, size, columns)
-        with attention(self._model, NAME):
-            found = (self._wrapper(size, columns, scored) if self._settings else self._step)(packed)
+    def _computed(self, pieces: list[Piece]) -> Any:
+        key = self._key(pieces)
+        packed = self._buffer.fill(pieces, key)
+        with attention(self._model, NAME), self._adapters.applied(packed.adapters):
+            found = (self._wrapper(key) if self._settings else self._step)(packed)
         self._counts.eager_steps += self._settings is None
-        self._counts.row_steps += size
-        self._counts.padding_row_steps += size - sum(len(piece.tokens) for piece in pieces)
+        self._counts.row_steps += key[0]
+        self._counts.padding_row_steps += key[0] - sum(len(piece.tokens) for piece in pieces)
         return found
 
     def nearest_size(self, tokens: int) -> int:
@@ -462,30 +479,31 @@ class PackedPrefill:
     def uncounted(self, pieces: list[Piece]) -> Tensor:
         """What a call gives, without a graph, and without traces in the counters."""
         with attention(self._model, NAME):
-            logits = self._step(self._buffer.fill(pieces, *self._sizes(pieces)))
+            logits = self._step(self._buffer.fill(pieces, self._key(pieces)))
         return logits[: sum(piece.last for piece in pieces)]
 
-    def _sizes(self, pieces: list[Piece]) -> tuple[int, int | None]:
+    def _key(self, pieces: list[Piece]) -> Key:
         used = sum(len(piece.tokens) for piece in pieces)
         size = next(size for size in self.tokens if size >= used)
         columns = None
         if self._by_length or any(piece.start for piece in pieces):
             columns = next(size for size in self.columns if size >= sum(piece.end for piece in pieces))
-        return size, columns
+        scored = any(piece.targets is not None for piece in pieces)
+        return size, columns, scored, any(piece.slot for piece in pieces)
 
-    def _wrapper(self, size: int, columns: int | None, scored: bool = False) -> CUDAGraphModule:
-        wrapper = self.wrappers.get((size, columns, scored))
+    def _wrapper(self, key: Key) -> CUDAGraphModule:
+        wrapper = self.wrappers.get(key)
         if wrapper is None:
-            name = f"prefill of {size} tokens"
-            wrapper = CUDAGraphModule(self._step, self._settings, name=name, group=self._group)
-            self.wrappers[size, columns, scored] = wrapper
+            name = f"prefill of {key[0]} tokens"
+            wrapper = self.wrappers[key] = CUDAGraphModule(self._step, self._settings, name=name, group=self._group)
         return wrapper
 
-    def capture(self, longest: int, progress: bool) -> None:
+    def capture(self, longest: int, adapted: set[bool], progress: bool) -> None:
         """Captures ahead of time, with nothing but padding.
 
         Args:
             longest: tokens of the longest sequence.
+            adapted: whether some of the tokens have an adapter.
             progress: show a bar, on a terminal.
         """
         if self._settings is None:
@@ -493,12 +511,14 @@ class PackedPrefill:
         most = next((size for size in self.columns if size >= longest), self.columns[-1])
         columns = [None] * (not self._by_length) + [size for size in self.columns if size <= most]
         sizes = [(size, held) for size in self.tokens for held in columns if held is None or held >= size]
-        with tqdm(sizes[::-1], desc="capturing prefill", unit="graph", disable=None if progress else True) as bar:
-            for size, held in bar:
+        keys = [(size, held, False, some) for size, held in sizes[::-1] for some in sorted(adapted)]
+        with tqdm(keys, desc="capturing prefill", unit="graph", disable=None if progress else True) as bar:
+            for key in bar:
                 for _ in range(self._settings.warmup_steps + 1):
-                    with attention(self._model, NAME):
-                        self._wrapper(size, held)(self._buffer.fill([], size, held))
-                bar.set_postfix(tokens=size, refresh=False, **free_memory(self._device))
+                    packed = self._buffer.fill([], key)
+                    with attention(self._model, NAME), self._adapters.applied(packed.adapters):
+                        self._wrapper(key)(packed)
+                bar.set_postfix(tokens=key[0], refresh=False, **free_memory(self._device))
 
     def stats(self) -> tuple[BucketStats, float]:
         """Counters, and seconds spent capturing."""
@@ -553,10 +573,14 @@ class PaddedPrefill:
         memory: where keys and values go.
         budget: tokens of one call.
         to_device: brings Python lists to the device.
+        adapters: that pieces may have.
     """
 
-    def __init__(self, model: PreTrainedModel, memory: PagedCache, budget: int, to_device: ToDevice) -> None:
+    def __init__(
+        self, model: PreTrainedModel, memory: PagedCache, budget: int, to_device: ToDevice, adapters: Adapters
+    ) -> None:
         self.model, self.memory, self.budget, self.to_device = model, memory, budget, to_device
+        self._adapters = adapters
         self._keeps = takes(model, "logits_to_keep")
 
     def __call__(self, pieces: list[Piece]) -> Tensor:
@@ -601,13 +625,17 @@ class PaddedPrefill:
         last = sorted({len(piece.tokens) - 1 for piece in pieces})
         scored = pieces[0].targets is not None
         keep = self.to_device(last, torch.int64)
-        out = self.model(
-            input_ids=self.to_device(tokens, torch.int64),
-            past_key_values=view,
-            use_cache=True,
-            **positions(self.model, position.view(len(pieces), longest)),
-            **({"logits_to_keep": keep} if self._keeps and not scored else {}),
-        )
+        slots, mask = [piece.slot for piece in pieces], None
+        if any(slots):
+            mask = self._adapters.chosen(self.to_device(slots, torch.int64).repeat_interleave(longest))
+        with self._adapters.applied(mask):
+            out = self.model(
+                input_ids=self.to_device(tokens, torch.int64),
+                past_key_values=view,
+                use_cache=True,
+                **positions(self.model, position.view(len(pieces), longest)),
+                **({"logits_to_keep": keep} if self._keeps and not scored else {}),
+            )
         if scored:
             return out.logits
         logits = out.logits if self._keeps else out.logits[:, keep]

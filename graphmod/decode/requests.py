@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from graphmod.decode.adapters import Adapters
 from graphmod.decode.sampling import LONGEST_WORD, MOST_CHAINS, MOST_WORDS, Adjustment, is_adjusted
 from graphmod.decode.scheduler import Sequence
 from graphmod.decode.step import MOST_STOPS, Chain
@@ -174,6 +175,7 @@ class RequestReader:
         source: of the defaults of requests that do not say how to choose tokens.
         processors: logits processors of all requests, before their own.
         chains: number -> logits processors; each different one that a request has is added.
+        adapters: that requests may name.
 
     Attributes:
         vocabulary: number of tokens.
@@ -190,9 +192,10 @@ class RequestReader:
         source: GenerationConfigName,
         processors: list[Any],
         chains: dict[int, Chain],
+        adapters: Adapters,
     ) -> None:
         Sampling(logits_processors=processors).check()
-        self._processors, self._chains = processors, chains
+        self._processors, self._chains, self._adapters = processors, chains, adapters
         text = model.config.get_text_config()
         full = max_seq_len == getattr(text, "max_position_embeddings", None)
         self._way_out = ", since the model has no more positions" if full else ", or raise max_seq_len"
@@ -368,7 +371,7 @@ class RequestReader:
         ids, sequences, texts = self.stops(sampling)
         limit = min(len(tokens) + sampling.max_new_tokens, self.max_seq_len)
         adjustment, structure = self.adjustment(sampling), sampling.structured_outputs
-        return [
+        found = [
             Sequence(
                 Completion(number, sample, tokens),
                 sampling,
@@ -381,3 +384,5 @@ class RequestReader:
             )
             for sample in range(n)
         ]
+        self._adapters.take(sampling.adapter, found)
+        return found

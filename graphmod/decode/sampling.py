@@ -23,8 +23,10 @@ TOP = 4
 MASKED = 8
 """Some rows may only have tokens that a mask of the host allows, so a step is launched in two halves."""
 FORWARD = CHOICE | MASKED
-"""The first of them, which chooses nothing."""
-ADJUSTED = 16
+"""The first of them, which chooses nothing. It may be ADAPTED, which the second never is."""
+ADAPTED = 16
+"""Some rows have an adapter."""
+ADJUSTED = 32
 """Logits are changed before the choice. Bits above it tell which chains of logits processors there are: `ADJUSTED << n`
 the n-th, from 1 on."""
 MOST_CHAINS = 32
@@ -51,6 +53,7 @@ def kind_of_row(sampling: Sampling) -> int:
     filtered = sampling.top_k or sampling.top_p not in (None, 1) or sampling.min_p
     choice = GREEDY if not sampling.temperature else FILTERED if filtered else PLAIN
     flags = TOP * bool(sampling.top_logprobs) | MASKED * bool(sampling.structured_outputs)
+    flags |= ADAPTED * (sampling.adapter is not None)
     return choice | flags | ADJUSTED * is_adjusted(sampling)
 
 

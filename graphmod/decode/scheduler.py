@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from graphmod.decode.adapters import NO_ADAPTER, Adapter
 from graphmod.decode.blocks import BlockAllocator
 from graphmod.decode.prefill import Limits, Piece, Scores
 from graphmod.decode.sampling import ADJUSTED, Adjustment, kind_of_row
@@ -32,6 +33,7 @@ class Sequence:
         stop_sequences, stop_texts: what else ends it, looked at on the host.
         adjustment: what changes its logits; None if nothing does.
         matcher: of what it must look like; None if that is free.
+        adapter: that it computes with.
         handle: of the request it is part of (`streams.Handle`).
         blocks: its KV memory, once its prompt has been begun.
         epoch: of what is known of blocks, at that time.
@@ -49,6 +51,7 @@ class Sequence:
     stop_texts: StopTexts | None = None
     adjustment: Adjustment | None = None
     matcher: Matcher | None = None
+    adapter: Adapter = NO_ADAPTER
     handle: Any = None
     blocks: list[int] = field(default_factory=list)
     epoch: int = 0
@@ -111,7 +114,7 @@ class Sequence:
         last, targets = end == len(self.prompt), None
         if self.sampling.prompt_logprobs:
             targets = [*self.prompt[start + 1 : end + 1], *[0] * last]
-        return Piece(self.prompt[start:end], start, self.blocks, last, targets)
+        return Piece(self.prompt[start:end], start, self.blocks, last, targets, self.adapter.slot)
 
     def row_values(self) -> RowValues:
         """What its row holds when it joins: the last token of its prompt, as if a decode step were to be given it."""
@@ -127,6 +130,7 @@ class Sequence:
             self.stop_ids,
             prompt,
             self.adjustment,
+            self.adapter.slot,
         )
 
 
@@ -183,7 +187,7 @@ class Scheduler:
         or no row."""
         allocator = self.allocator
         # Of what is not computed again there are no log-probabilities.
-        known = [] if sequence.sampling.prompt_logprobs else allocator.match(sequence.prompt)
+        known = [] if sequence.sampling.prompt_logprobs else allocator.match(sequence.prompt, sequence.adapter.number)
         # The last token is never fed, so nothing of it is stored.
         missing = allocator.blocks_for(sequence.limit - 1) - len(known)
         unheld = sum(not allocator.holders(block) for block in known)
@@ -207,7 +211,7 @@ class Scheduler:
         planned.append((sequence, sequence.piece(begin, end)))
         sequence.stored = end
         if sequence.epoch == self.allocator.epoch:
-            self.allocator.know(sequence.prompt[:end], sequence.blocks)
+            self.allocator.know(sequence.prompt[:end], sequence.blocks, sequence.adapter.number)
         return Limits(
             limits.tokens - (end - begin),
             limits.pieces - 1,
@@ -240,7 +244,7 @@ class Scheduler:
         done = sequence.completion
         good = done.error is None and sequence.stored == len(sequence.prompt)
         if good and sequence.epoch == self.allocator.epoch:
-            self.allocator.know((sequence.prompt + done.tokens)[:-1], sequence.blocks)
+            self.allocator.know((sequence.prompt + done.tokens)[:-1], sequence.blocks, sequence.adapter.number)
         sequence.done = True
         self.allocator.free(sequence.blocks)
         sequence.blocks = []

@@ -17,9 +17,11 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from graphmod.config import CompileMode, CUDAGraphConfig, Verify
+from graphmod.decode.adapters import Adapters
 from graphmod.decode.cache import NULL_BLOCK, CacheView, GatheredView, PagedCache, slot_mapping
 from graphmod.decode.model import positions, step_arguments
 from graphmod.decode.sampling import (
+    ADAPTED,
     ADJUSTED,
     FORWARD,
     LONGEST_WORD,
@@ -74,6 +76,7 @@ class Rows(NamedTuple):
         top: (steps kept, B, MOST_TOP) each, for a batch of which somebody asks for the most likely tokens; else None.
         adjustments: for a batch of which some row's logits are changed; else None.
         masks: for a batch of which some row may not choose every token; else None.
+        adapters: `Adapters.chosen` of each row, for a batch of which some row has one; else None.
     """
 
     integers: Tensor
@@ -86,6 +89,7 @@ class Rows(NamedTuple):
     top: Top | None = None
     adjustments: Adjustments | None = None
     masks: Masks | None = None
+    adapters: Tensor | None = None
 
 
 class RowValues(NamedTuple):
@@ -97,6 +101,7 @@ class RowValues(NamedTuple):
     stops: list[int]
     prompt: list[int]
     adjustment: Adjustment | None = None
+    slot: int = 0  # of its adapter
 
 
 class BatchState:
@@ -108,9 +113,19 @@ class BatchState:
         steps: decode steps whose results are kept until the host has read them.
         vocabulary: number of tokens.
         length: of the longest sequence.
+        adapters: that rows may have.
     """
 
-    def __init__(self, rows: int, blocks: int, steps: int, device: torch.device, vocabulary: int, length: int) -> None:
+    def __init__(
+        self,
+        rows: int,
+        blocks: int,
+        steps: int,
+        device: torch.device,
+        vocabulary: int,
+        length: int,
+        adapters: Adapters,
+    ) -> None:
         self.device, self.steps, self.blocks = device, steps, blocks
         self._vocabulary, self._length = vocabulary, length
         self.pin = device.type == "cuda"
@@ -128,15 +143,19 @@ class BatchState:
         self._top: tuple[Top, Top] | None = None  # on the device and on the host, from when somebody asks for it
         self._adjustments: Adjustments | None = None  # from when somebody needs them
         self._masks: Masks | None = None
+        self._chosen = adapters.chosen
+        self._adapters = self._chosen(torch.zeros(rows, dtype=torch.int64, device=device))
         self._slices: dict[tuple[int, int], Rows] = {}
 
     def rows(self, count: int, kind: int = 0) -> Rows:
         """The state of the first `count` rows, with what a kind of sampling needs; the same tensors each time."""
-        key = count, kind & (TOP | MASKED | ADJUSTED)
+        key = count, kind & (TOP | MASKED | ADAPTED | ADJUSTED)
         if key not in self._slices:
             part = self.part(0, count, kind)._replace(cursor=self.whole.cursor[:])
             for tensor in (*part[:7], *(part.top or ()), *(part.adjustments or ()), *(part.masks or ())):
                 mark_static(tensor)
+            if part.adapters is not None:
+                mark_static(part.adapters)
             self._slices[key] = part
         return self._slices[key]
 
@@ -183,6 +202,7 @@ class BatchState:
             Top(*(one[:, part] for one in self._tops()[0])) if kind & TOP else None,
             Adjustments(*(one[part] for one in self._adjusting())) if kind & ADJUSTED else None,
             Masks(*(one[part] for one in self._masking())) if kind & MASKED else None,
+            self._adapters[part] if kind & ADAPTED else None,
         )
 
     def to_device(self, values: list, dtype: torch.dtype) -> Tensor:
@@ -199,6 +219,8 @@ class BatchState:
         self.whole.floats[part].copy_(self.to_device([v.floats for v in values], torch.float32))
         self.whole.block_table[part].copy_(self.to_device(tables, torch.int64))
         self.whole.stops[part].copy_(self.to_device(stops, torch.int64))
+        if self._adapters.numel():
+            self._adapters[part].copy_(self._chosen(self.to_device([v.slot for v in values], torch.int64)))
         if self._adjustments is not None or any(v.adjustment for v in values):
             self._adjust(part, values)
 
@@ -238,7 +260,7 @@ class BatchState:
 
     def move_row(self, source: int, target: int) -> None:
         """Copies a row to another place, as it is on the device at that point of the stream."""
-        for tensor in (*self.whole[:4], *(self._adjustments or ())):
+        for tensor in (*self.whole[:4], self._adapters, *(self._adjustments or ())):
             tensor[target].copy_(tensor[source])
 
     def clear_row(self, row: int) -> None:
@@ -405,7 +427,7 @@ class DecodeStep(nn.Module):
             kind: see `sample`.
             chains: of logits processors, see `adjusted_logits`.
         """
-        if rows.masks is not None and kind != FORWARD:
+        if rows.masks is not None and kind & FORWARD != FORWARD:
             return take_token(rows.masks.logits, rows, kind, chains)
         logits = next_logits(self.model, self.memory, rows, visited, self.own)
         if rows.masks is not None:
@@ -483,6 +505,7 @@ class BucketGraphs:
         state: whose rows it works on.
         config: buckets, warm-up, failures, backend, and whether there are graphs at all.
         contexts: from `context_sizes`.
+        adapters: that rows may have.
 
     Attributes:
         chains: number -> logits processors; requests add to it.
@@ -494,8 +517,10 @@ class BucketGraphs:
         state: BatchState,
         config: EngineConfig,
         contexts: list[int | None],
+        adapters: Adapters,
     ) -> None:
         self.step, self.state, self.config, self.contexts = step, state, config, contexts
+        self._adapters = adapters
         self.sizes = config.bucket_sizes()
         self.chains: dict[int, Chain] = {}
         self.settings = CUDAGraphConfig(
@@ -532,18 +557,23 @@ class BucketGraphs:
         """Launches steps, or of a kind with masks the second half of one; returns the bucket they run in. Call it in
         inference mode, with the model's attention set."""
         size = self.bucket(rows)
-        self._run((size, None if kind & MASKED else self.visited(context), kind), steps)
+        self._run((size, None, kind & ~ADAPTED) if kind & MASKED else (size, self.visited(context), kind), steps)
         return size
 
-    def launch_forward(self, rows: int, context: int) -> None:
+    def launch_forward(self, rows: int, context: int, kind: int) -> None:
         """Launches the first half of a step of a kind with masks: what needs none yet."""
-        self._run((self.bucket(rows), self.visited(context), FORWARD), 1)
+        self._run((self.bucket(rows), self.visited(context), FORWARD | kind & ADAPTED), 1)
 
     def _run(self, key: Key, steps: int) -> None:
         size, visited, kind = key
-        given = self.state.rows(size, kind), visited, kind, self.chains_of(kind)
+        rows = self.state.rows(size, kind)
+        with self._adapters.applied(rows.adapters):
+            self._launch(key, steps, (rows, visited, kind, self.chains_of(kind)))
+
+    def _launch(self, key: Key, steps: int, given: tuple) -> None:
+        size, _, kind = key
         if not self.config.graphs:
-            self._counts[size].eager_steps += steps * (kind != FORWARD)
+            self._counts[size].eager_steps += steps * (kind & FORWARD != FORWARD)
             for _ in range(steps):
                 self.step(*given)
             return
@@ -581,7 +611,7 @@ class BucketGraphs:
                     # Compiled code runs once before it is captured.
                     for _ in range(self.settings.warmup_steps + (1 if self.compiler is None else 3)):
                         if kind & MASKED:
-                            self.launch_forward(size, visited or 1)
+                            self.launch_forward(size, visited or 1, kind)
                         self.launch(size, visited or 1, kind)
                 finally:
                     self.capturing = None
@@ -593,7 +623,8 @@ class BucketGraphs:
         for size in self.sizes:
             graphs = [wrapper for (rows, _, _), wrapper in wrappers if rows == size]
             buckets[size] = counters(graphs, self._counts[size], self._released[size])
-            for half in (wrapper.stats for (rows, _, kind), wrapper in wrappers if (rows, kind) == (size, FORWARD)):
+            halves = (wrapper for (rows, _, kind), wrapper in wrappers if rows == size and kind & FORWARD == FORWARD)
+            for half in (wrapper.stats for wrapper in halves):
                 buckets[size].launches -= half.replays  # a step counts with its second half
                 buckets[size].eager_steps -= half.eager_calls
             if size == self.capturing:

@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from graphmod.attention import decoding
+from graphmod.decode.adapters import Adapters
 from graphmod.decode.batch import ContinuousBatch
 from graphmod.decode.cache import PagedCache
 from graphmod.decode.model import ModelWatch, WeightsWatch
@@ -122,6 +123,7 @@ class Traffic:
         first: compares the first tokens.
         requests: has the codec that makes the texts of completions.
         config: of the engine.
+        adapters: that sequences may have.
 
     Attributes:
         turns: who may move sequences.
@@ -135,7 +137,9 @@ class Traffic:
         first: FirstTokens,
         requests: RequestReader,
         config: EngineConfig,
+        adapters: Adapters,
     ) -> None:
+        self._adapters = adapters
         self._model, self._batch, self._memory, self._first = model, batch, memory, first
         self._requests, self._keep_prefixes, self._frozen = requests, config.keep_prefixes, config.frozen
         self._modules = list(model.modules())
@@ -214,7 +218,10 @@ class Traffic:
 
     def decoding(self, act: Callable[..., Any], *given: Any) -> Any:
         """What it returns with the model as decode needs it; see `attention.decoding`."""
-        return decoding(self._modules, act, *given)
+        try:
+            return decoding(self._modules, act, *given)
+        finally:
+            self._adapters.leave()  # Ctrl-C, which is held here, may have met the end of `Applied`
 
     def step(self, among_others: bool = True) -> list[Run]:
         """Takes in who arrived, launches the next steps, and gives out what became known from those before.

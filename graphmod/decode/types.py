@@ -118,6 +118,8 @@ class EngineConfig(BatchSettings):
         buckets: batch sizes that have a graph; null means 1, 2, 4, 8, 16, 24, 32, ... The maximum is always added.
         steps_per_sync: decode steps launched before results are read; one with `offload=layers`, whatever this says.
         prefill_tokens: tokens of prompts that are prefilled at once, at most; longer prompts go in pieces.
+        max_adapters: LoRA adapters there is memory for, beside the model: see `load_adapter`. 0 is for none.
+        max_adapter_rank: the largest that they may have; all take the memory of this.
         keep_prefixes: find the beginnings of prompts in the cache even after the engine had nothing to do.
         frozen: nobody changes the model for as long as the engine lives, so that nothing looks whether the beginnings
             in the cache are still its own. Otherwise each arrival of requests reads the weights once.
@@ -134,6 +136,8 @@ class EngineConfig(BatchSettings):
     """
 
     buckets: list[int] | None = None
+    max_adapters: int = 0
+    max_adapter_rank: int = 16
     keep_prefixes: bool = False
     frozen: bool = False
     generation_config: GenerationConfigName = GenerationConfigName.auto
@@ -158,8 +162,10 @@ class EngineConfig(BatchSettings):
             "prefill_tokens",
             "max_failures",
             "warmup_steps",
+            "max_adapter_rank",
         ):
             integer(getattr(self, name), 1, name)
+        integer(self.max_adapters, 0, "max_adapters")
         for name, least in (("max_seq_len", 2), ("cache_tokens", 1)):  # of a sequence, a token that is generated too
             if getattr(self, name) is not None:
                 integer(getattr(self, name), least, name)
@@ -281,6 +287,8 @@ class Sampling:
         stop: what ends a sequence besides the model's own end-of-sequence token: token ids, sequences of token ids,
             or strings (if the engine was given a codec).
         ignore_eos: continue after the end-of-sequence token.
+        adapter: the name of the adapter to compute with, which `DecodeEngine.load_adapter` was given; None is the model
+            itself.
         top_logprobs: tell so many of the most likely tokens at each place, with their log-probabilities; up to 20.
         prompt_logprobs: tell the log-probabilities of the prompt's tokens too, and `top_logprobs` of each place in it.
             Nothing of such a prompt is taken from the cache.
@@ -303,6 +311,7 @@ class Sampling:
     max_new_tokens: int = 128
     stop: list[Any] = field(default_factory=list)
     ignore_eos: bool = False
+    adapter: str | None = None
     top_logprobs: int = 0
     prompt_logprobs: bool = False
 
@@ -334,6 +343,8 @@ class Sampling:
                 raise RequestError(f"logits_processors must be functions f(tokens, logits), got {process!r}")
         if self.structured_outputs is not None:
             _check_structure(self.structured_outputs)
+        if self.adapter is not None and not isinstance(self.adapter, str):
+            raise RequestError(f"adapter must be the name of one, got {self.adapter!r}")
 
 
 # -- the seeds of samples and prompts ----------------------------------------------------------------------------------

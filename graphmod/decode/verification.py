@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from graphmod.attention import attention, takes
+from graphmod.decode.adapters import Adapters
 from graphmod.decode.attention import Implementation, reference
 from graphmod.decode.cache import PagedCache
 from graphmod.decode.model import refusal
@@ -145,13 +146,14 @@ class FirstTokens:
         model: that generates.
         most: tokens of a prompt that are prefilled at once; no longer prompts are compared.
         where: tokens are made, for the message.
+        adapters: that sequences may have.
 
     Attributes:
         awaited: whether nothing was compared yet.
     """
 
-    def __init__(self, model: PreTrainedModel, most: int, where: str) -> None:
-        self._model, self._most, self._where = model, most, where
+    def __init__(self, model: PreTrainedModel, most: int, where: str, adapters: Adapters) -> None:
+        self._model, self._most, self._where, self._adapters = model, most, where, adapters
         self.awaited = True
         self._again, self._turns = False, 0
         self._mixed: set[int] = set()
@@ -179,7 +181,9 @@ class FirstTokens:
             last = len(run.tokens) if self._again else len(done.tokens)
             if id(done) in self._mixed or last < 2 or len(done.prompt) + len(done.tokens) - last > self._most:
                 continue
-            compare_tokens(self._model, done, last, self._where)
+            adapter = next(one.adapter for one in run.handle.sequences if one.completion is done)
+            with self._adapters.alone(adapter):
+                compare_tokens(self._model, done, last, self._where)
             self.awaited = False
             return
 

@@ -74,6 +74,7 @@ wrong = [
     ["prompts_file=prompts.txt", "model.path=model", "out=full.jsonl"],
     ["prompts_file=prompts.txt", "model.path=model", "out=prompts.txt"],
     ["prompt=a", "model.path=model", "decode.temperature=-1"],
+    ["prompt=a", "model.path=model", "decode.adapter=a"],
     ["prompt=a", "model.path=model", "decode.max_seq_len=1"],
 ]
 assert [generate(one) for one in wrong] == [2] * len(wrong)
@@ -141,7 +142,7 @@ def test_ctrl_c_while_python_exits_ends_it_without_a_word(tmp_path):
 
 def test_what_generate_cannot_use_is_told_without_loading_torch(tmp_path):
     done = python("-c", ANSWERS_OF_GENERATE, cwd=tmp_path)
-    assert done.returncode == 0 and done.stderr.count("error: ") == 12, done.stderr
+    assert done.returncode == 0 and done.stderr.count("error: ") == 13, done.stderr
     for said in ("error: decode.temperature must be 0", "error: decode.max_seq_len must be", "give one of prompt"):
         assert said in done.stderr
     for said in ("did you mean", "model.path=FOLDER is missing", "model.path=nothing is not", "holds no tokenizer"):

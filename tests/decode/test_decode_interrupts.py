@@ -58,15 +58,16 @@ def lines(act):
     return 10**9 - counted.left
 
 
-def interrupted_anywhere(numbers):
+def interrupted_anywhere(numbers, adapter):
     model, (prompt,) = tiny_model("llama", torch.device("cpu")), prompts_of(6)
-    expected = reference(model, prompt, 5)
-    engine = DecodeEngine(model, max_batch_size=2, steps_per_sync=2, graphs=False)
+    engine = DecodeEngine(model, max_batch_size=2, steps_per_sync=2, graphs=False, max_adapters=1)
+    engine.adapters.put("a", {"model.layers.0.mlp.up_proj": {"A": torch.ones(1, 32), "B": torch.ones(64, 1)}})
 
     def generate():
-        return engine.generate([prompt], max_new_tokens=5)[0].tokens
+        return engine.generate([prompt], max_new_tokens=5, adapter=adapter)[0].tokens
 
-    generate()
+    expected = generate()
+    assert (expected == reference(model, prompt, 5)) == (adapter is None)
     model.train()
     model.model.layers[0].eval()
     modes = [module.training for module in model.modules()]
@@ -81,6 +82,7 @@ def interrupted_anywhere(numbers):
             caught = error  # and with it all frames: nothing may be left to garbage collection
             assert [module.training for module in model.modules()] == modes, number
             assert not torch.is_inference_mode_enabled() and model.config._attn_implementation == "sdpa", number
+            assert not any(module._forward_hooks for module in model.modules()), number
             assert not engine._traffic.turns._is_owned() and signal.getsignal(signal.SIGINT) == before, number
             del caught
         finally:
@@ -89,14 +91,16 @@ def interrupted_anywhere(numbers):
     assert met
 
 
-def test_ctrl_c_at_some_moments_leaves_the_model_as_it_was_and_the_engine_usable():
+@pytest.mark.parametrize("adapter", [None, "a"])
+def test_ctrl_c_at_some_moments_leaves_the_model_as_it_was_and_the_engine_usable(adapter):
     chance = random.Random(0)
-    interrupted_anywhere(lambda count: [chance.randint(1, count) for _ in range(60)])
+    interrupted_anywhere(lambda count: [chance.randint(1, count) for _ in range(60)], adapter)
 
 
 @pytest.mark.slow
-def test_ctrl_c_at_any_moment_leaves_the_model_as_it_was_and_the_engine_usable():
-    interrupted_anywhere(lambda count: range(1, count + 1))
+@pytest.mark.parametrize("adapter", [None, "a"])
+def test_ctrl_c_at_any_moment_leaves_the_model_as_it_was_and_the_engine_usable(adapter):
+    interrupted_anywhere(lambda count: range(1, count + 1), adapter)
 
 
 def test_ctrl_c_waits_while_it_is_held_and_comes_when_it_may_be_heard():

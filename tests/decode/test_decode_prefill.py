@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from graphmod.decode import DecodeEngine, prefill
+from graphmod.decode.adapters import Adapters
 from graphmod.decode.cache import PagedCache, uniform
 from graphmod.decode.prefill import HELD, Limits, PackedBuffer, Piece, gather_columns
 from tests.support.decode_models import prompts_of, reference, tiny_model
@@ -35,12 +36,13 @@ def test_what_lies_in_the_slots_is_brought_together(heads, width, value_width, r
 
 def test_only_columns_that_are_there_are_written(device):
     cache = PagedCache(uniform(1, 1, 8, 1), 12, 4, 2, torch.float32, device)
-    buffer = PackedBuffer(cache, Limits(tokens=8, pieces=3, columns=32), by_length=True)
+    none = Adapters(tiny_model("llama", device), {}, 0, 1)
+    buffer = PackedBuffer(cache, Limits(tokens=8, pieces=3, columns=32), True, none)
     pieces = [Piece([5, 6], 3, [2, 3], True), Piece([7], 0, [5], False)]
-    packed = buffer.fill(pieces, 4, 32)
+    packed = buffer.fill(pieces, (4, 32, False, False))
     assert packed.columns[HELD, :6].tolist() == [8, 9, 10, 11, 12, 20] and packed.columns.shape == (3, 32)
     assert packed.starts.tolist() == [[0, 2, 3, 3, 4], [0, 5, 6, 6, 6]], "the padding has tokens, and no columns"
-    assert buffer.fill([], 4, 32).starts[1].tolist() == [0] * 5
+    assert buffer.fill([], (4, 32, False, False)).starts[1].tolist() == [0] * 5
 
 
 def flash(query, key, value, starts, columns, tokens, room, dropout, causal, debug, scale=None, **window):
@@ -89,13 +91,14 @@ def test_prompts_in_pieces_with_shared_beginnings_get_the_tokens_of_generate(arc
         done = engine.generate(prompts, max_new_tokens=5)
         assert [one.tokens for one in done] == [reference(model, prompt, 5) for prompt in prompts]
     assert engine.stats.prefix_tokens > 0
-    assert {columns for _, columns, _ in engine.prefill.wrappers} <= {engine.prefill.columns[-1]}
+    assert {columns for _, columns, *_ in engine.prefill.wrappers} <= {engine.prefill.columns[-1]}
     assert engine.stats.prefill.failures == 0 and settings.get("graphs", True) == (engine.stats.prefill.launches > 0)
 
 
 def test_keys_of_far_layers_do_not_come_back_for_prefill(as_on_a_gpu):
     engine = DecodeEngine(tiny_model("llama", torch.device("cpu")), max_batch_size=2, offload="layers")
-    assert engine.generate(prompts_of(9), max_new_tokens=3) and {None} == {key for _, key, _ in engine.prefill.wrappers}
+    assert engine.generate(prompts_of(9), max_new_tokens=3)
+    assert {columns for _, columns, *_ in engine.prefill.wrappers} == {None}
 
 
 @pytest.mark.gpu

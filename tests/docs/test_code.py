@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -20,6 +21,7 @@ SMALLER = {
     "n=8": "n=2",
     "max_seq_len=32768": "max_seq_len=64",
     "temperature=0.8)": "temperature=0.8, max_new_tokens=4)",
+    'adapter="sql")': 'adapter="sql", max_new_tokens=4)',
     "engine.stream([prompt])": "engine.stream([prompt], max_new_tokens=4)",
 }
 
@@ -41,7 +43,7 @@ def fused(model):
     return torch.optim.AdamW(model.parameters(), fused=True, capturable=True)
 
 
-def test_the_code_of_decode_runs(capsys):
+def test_the_code_of_decode_runs(capsys, tmp_path, monkeypatch):
     tokenizer = llama_like()
     model, rewards, trained = causal(len(tokenizer)), [], []
     names = {
@@ -50,7 +52,7 @@ def test_the_code_of_decode_runs(capsys):
         "reward": lambda *one: rewards.append(one),
     }
     while_training, suspending, submitting, threaded = blocks("decode")
-    with_text, streaming, processing, offloading = blocks("decode_engine")
+    with_text, streaming, processing, adapting, offloading = blocks("decode_engine")
     exec(while_training, names)
     exec(suspending, names)
     assert len(rewards) == 2 * 4 and [len(completions) for completions in trained] == [4, 4]
@@ -66,6 +68,14 @@ def test_the_code_of_decode_runs(capsys):
     exec(processing, names)
     assert max(token for done in names["found"] for token in done.tokens) <= 20
     exec(offloading, names)
+    folder = tmp_path / "adapters" / "sql"
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "lora_alpha": 4}')
+    pair = {"lora_A": torch.ones(2, 32), "lora_B": torch.ones(64, 2)}
+    pair = {f"base_model.model.model.layers.1.mlp.up_proj.{name}.weight": one for name, one in pair.items()}
+    save_file(pair, folder / "adapter_model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    exec(adapting, names)
 
 
 def test_the_step_of_train_runs():
