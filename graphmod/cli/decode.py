@@ -26,7 +26,7 @@ from graphmod.cli.settings import GenerateConfig, ModelSource, Precision, ServeC
 from graphmod.cli.start import OutputError, complain, end_at_once, say_plainly, show, tell
 from graphmod.config import CompileMode
 from graphmod.decode.engine import DecodeEngine
-from graphmod.decode.sampling import FILTERED, GREEDY, PLAIN, kind_of_row
+from graphmod.decode.sampling import ADAPTED, FILTERED, GREEDY, PLAIN, kind_of_row
 from graphmod.decode.types import Completion, RequestError, WeightsName
 from graphmod.decode.weights import quantize_weights
 from graphmod.errors import ConfigError
@@ -298,7 +298,9 @@ def _engine(config: ServeConfig, folder: Path) -> DecodeEngine:
         say_plainly(cache_of(engine))
     if config.graph.ahead and engine.config.graphs:
         # An emulated graph of prefill is no faster than what it would stand for.
-        engine.warm_up(kinds=(GREEDY, PLAIN, FILTERED), prefill=engine.device.type == "cuda")
+        kinds = [GREEDY, PLAIN, FILTERED]
+        kinds += [kind | ADAPTED for kind in kinds if config.decode.max_adapters]
+        engine.warm_up(kinds=tuple(kinds), prefill=engine.device.type == "cuda")
     return engine
 
 

@@ -160,13 +160,21 @@ class GenerateConfig:
 
 
 @dataclass
+class ServedBatchSettings(WeightSettings):
+    """How much is decoded at a time, and how many adapters there is memory for."""
+
+    max_adapters: int = 0  # of `EngineConfig`
+    max_adapter_rank: int = 16  # of `EngineConfig`
+
+
+@dataclass
 class ServeConfig:
     """Everything one run of `serve.py` is told."""
 
     tokenizer: str | None = None  # folder of a saved tokenizer, or `bytes`; null takes what the model was saved with
     model: ModelSource = field(default_factory=ModelSource)
     serve: ServeSettings = field(default_factory=ServeSettings)
-    decode: WeightSettings = field(default_factory=WeightSettings)
+    decode: ServedBatchSettings = field(default_factory=ServedBatchSettings)
     graph: GraphSettings = field(default_factory=lambda: GraphSettings(compile_in_background=True))
 
     @property
@@ -185,6 +193,11 @@ class ServeConfig:
         self.model.check()
         self.serve.check()
         self.engine()
+        if self.decode.max_adapters and not self.serve.manage:
+            raise ConfigError(
+                f"decode.max_adapters={self.decode.max_adapters} is for adapters that clients load, with "
+                "serve.manage=true; add that, or leave it out"
+            )
 
 
 # -- the folder of the model -------------------------------------------------------------------------------------------

@@ -43,7 +43,8 @@ _TYPES = {
     503: "unavailable_error",
 }
 # What engines call a setting -> the field of a request that gives it.
-_PARAMS = {one.name: one.name for one in dataclasses.fields(Sampling)} | {"max_new_tokens": "max_tokens"}
+_PARAMS = {one.name: one.name for one in dataclasses.fields(Sampling)}
+_PARAMS |= {"max_new_tokens": "max_tokens", "adapter": "model"}
 _PARAMS |= {name: name for name in ("n", "response_format", "tools")}
 
 
@@ -170,10 +171,11 @@ class Asked:
     reader: Callable[[], CallReader | ArgumentReader] | None = None
 
 
-def asked_of(request: ChatRequest | CompletionRequest, codec: Codec, default_tokens: int) -> Asked:
+def asked_of(request: ChatRequest | CompletionRequest, codec: Codec, default_tokens: int, adapter: str | None) -> Asked:
     """What a request asks for. Tokenizes.
 
     Args:
+        adapter: that its model is.
         default_tokens: of a chat's answer where the request does not say how many.
 
     Raises:
@@ -207,6 +209,7 @@ def asked_of(request: ChatRequest | CompletionRequest, codec: Codec, default_tok
         max_new_tokens=max(1, most),
         stop=[*(request.stop or []), *(request.stop_token_ids or [])],
         ignore_eos=bool(request.ignore_eos),
+        adapter=adapter,
         top_logprobs=top,
         prompt_logprobs=score and echo,
     )

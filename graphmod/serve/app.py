@@ -50,11 +50,13 @@ from graphmod.serve.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    LoadAdapterRequest,
     ManageRequest,
     Object,
     SleepRequest,
     StreamOptions,
     TokenizeRequest,
+    UnloadAdapterRequest,
     UpdateRequest,
 )
 from graphmod.serve.service import EngineRequest, Refused, Remote, Service
@@ -163,10 +165,15 @@ def require_key(service: Service, request: Request) -> None:
     raise ApiError(401, "the API key is missing or wrong; send it as Authorization: Bearer KEY", code="invalid_api_key")
 
 
-def require_model(service: Service, name: str | None) -> None:
-    """Raises ApiError where it is not the name of the model that is served."""
-    if name is not None and name != service.name:
-        raise ApiError(404, f"there is no model {name!r}; this server has {service.name!r}", "model", "model_not_found")
+def adapter_of(service: Service, name: str | None) -> str | None:
+    """The adapter that a request names as its model; None for the model itself. Raises ApiError where there is
+    neither."""
+    if name in (None, service.name):
+        return None
+    if name in service.adapters:
+        return name
+    known = ", ".join(map(repr, (service.name, *service.adapters)))
+    raise ApiError(404, f"there is no model {name!r}; this server has {known}", "model", "model_not_found")
 
 
 class Exchange:
@@ -179,6 +186,7 @@ class Exchange:
     """
 
     _asked: Asked
+    _model: str
     _scorer: Scorer | None
 
     def __init__(self, service: Service, form: Form, http: Request) -> None:
@@ -218,10 +226,11 @@ class Exchange:
         require_key(service, http)
         service.require_ready()
         body = await _read(http, self._form.request, service.settings.max_body_bytes)
-        require_model(service, body.model)
+        adapter = adapter_of(service, body.model)
+        self._model = adapter or service.name
         codec = service.require_ready()
         self._let_in.enter_context(service.admission.let_in(body.samples))
-        await self._submit(body, codec)
+        await self._submit(body, codec, adapter)
         if body.stream:
             await _unless_gone(http.receive, self._taken())
             return EventStream(self, self._events())
@@ -244,11 +253,11 @@ class Exchange:
 
     # -- in the engine ---------------------------------------------------------------------------------------------
 
-    async def _submit(self, body: ChatRequest | CompletionRequest, codec: Codec) -> None:
+    async def _submit(self, body: ChatRequest | CompletionRequest, codec: Codec, adapter: str | None) -> None:
         """Asks the engine for it. Raises ApiError, and Gone as soon as the client goes away."""
         service, self._submitted = self._service, time.perf_counter()
         with self._api_errors():
-            read = partial(asked_of, body, codec, service.settings.default_max_tokens)
+            read = partial(asked_of, body, codec, service.settings.default_max_tokens, adapter)
             # Texts become tokens in a thread, since that may take a while; to read token ids takes less than to go
             # there. Begun at once, and not by a task, which would come after the reading of other requests.
             if body.has_text:
@@ -371,13 +380,13 @@ class Exchange:
             tokens = [token for one in own for token in one.tokens]
             part = Part(index, piece, tokens, own[-1].finish_reason, True)
             choices.append(self._choice(part, form.whole(piece, asked)))
-        head = form.head(self._service.name, streamed=False) | form.head_ids(asked)
+        head = form.head(self._model, streamed=False) | form.head_ids(asked)
         return {**head, "choices": choices, "usage": usage(self._prompt_tokens, self._tokens)}
 
     async def _events(self) -> AsyncGenerator[dict[str, Any]]:
         form, asked = self._form, self._asked
         options = asked.request.stream_options or StreamOptions()
-        head = form.head(self._service.name, streamed=True)
+        head = form.head(self._model, streamed=True)
 
         def event(
             choices: list[dict[str, Any]], counts: bool | None = options.continuous_usage_stats
@@ -462,9 +471,8 @@ def make_app(service: Service, alive: Lifespan[Starlette]) -> Starlette:
         require_key(service, request)
         service.require_ready()
         if (name := request.path_params.get("name")) is None:
-            return JSONResponse({"object": "list", "data": [_model(service)]})
-        require_model(service, name)
-        return JSONResponse(_model(service))
+            return JSONResponse({"object": "list", "data": [_model(service, one) for one in (None, *service.adapters)]})
+        return JSONResponse(_model(service, adapter_of(service, name)))
 
     async def get_health(_: Request) -> Response:
         trouble = service.trouble
@@ -477,14 +485,14 @@ def make_app(service: Service, alive: Lifespan[Starlette]) -> Starlette:
     async def tokenize(request: Request) -> Response:
         require_key(service, request)
         body = await _read(request, TokenizeRequest, service.settings.max_body_bytes)
-        require_model(service, body.model)
+        adapter_of(service, body.model)
         found = await asyncio.wrap_future(service.aside(partial(_tokenized, body, service.require_ready())))
         return JSONResponse({**found, "max_model_len": service.engine.max_seq_len})
 
     async def detokenize(request: Request) -> Response:
         require_key(service, request)
         body = await _read(request, DetokenizeRequest, service.settings.max_body_bytes)
-        require_model(service, body.model)
+        adapter_of(service, body.model)
         act = partial(_detokenized, body.tokens, service.require_ready())
         return JSONResponse({"prompt": await asyncio.wrap_future(service.aside(act))})
 
@@ -530,8 +538,31 @@ def make_app(service: Service, alive: Lifespan[Starlette]) -> Starlette:
 
     async def update_weights(request: Request) -> Response:
         body = await asked_by_manager(request, UpdateRequest)
-        require_model(service, body.model)
+        if adapter_of(service, body.model) is not None:
+            raise ApiError(400, "an adapter has no weights to change; unload it, and load another", "model")
         return await manage("update_weights", body.path)
+
+    async def load_adapter(request: Request) -> Response:
+        body = await asked_by_manager(request, LoadAdapterRequest)
+        name = body.lora_name
+        if name in (service.name, *service.adapters):
+            raise ApiError(400, f"there is a model {name!r} already; unload it, or give another name", "lora_name")
+        try:
+            answer = await manage("load_adapter", name, body.lora_path)
+        except ApiError as error:
+            raise ApiError(400, error.message, "lora_path") if error.code == "not_done" else error from None
+        service.adapters[name] = body.lora_path
+        return answer
+
+    async def unload_adapter(request: Request) -> Response:
+        name = (await asked_by_manager(request, UnloadAdapterRequest)).lora_name
+        if (folder := service.adapters.pop(name, None)) is None:  # from now on nobody asks for it
+            raise ApiError(404, f"there is no adapter {name!r}", "lora_name", "adapter_not_found")
+        try:
+            return await manage("unload_adapter", name)
+        except ApiError:
+            service.adapters[name] = folder
+            raise
 
     async def get_version(_: Request) -> Response:
         return JSONResponse({"version": graphmod.__version__})
@@ -576,6 +607,8 @@ def make_app(service: Service, alive: Lifespan[Starlette]) -> Starlette:
         Route("/is_sleeping", is_sleeping),
         Route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
         Route("/update_weights", update_weights, methods=["POST"]),
+        Route("/v1/load_lora_adapter", load_adapter, methods=["POST"]),
+        Route("/v1/unload_lora_adapter", unload_adapter, methods=["POST"]),
     ]
     known = ", ".join(map(_shown, routes))
     docs = docs_page(routes)
@@ -605,6 +638,8 @@ _REQUESTS: dict[str, type[Object]] = {
     "/detokenize": DetokenizeRequest,
     "/sleep": SleepRequest,
     "/update_weights": UpdateRequest,
+    "/v1/load_lora_adapter": LoadAdapterRequest,
+    "/v1/unload_lora_adapter": UnloadAdapterRequest,
 }
 
 
@@ -659,14 +694,16 @@ def _not_from(origin: str) -> Response:
     return ApiError(403, said, code="origin_not_allowed").response()
 
 
-def _model(service: Service) -> dict[str, Any]:
+def _model(service: Service, adapter: str | None) -> dict[str, Any]:
+    own = {} if adapter is None else {"root": service.adapters[adapter], "parent": service.name}
     return {
-        "id": service.name,
+        "id": adapter or service.name,
         "object": "model",
         "created": service.created,
         "owned_by": "graphmod",
         "max_model_len": service.engine.max_seq_len,
         "chat": service.chats,
+        **own,
     }
 
 

@@ -414,6 +414,8 @@ class Host:
             "wake_up": engine.resume,
             "reset_prefix_cache": partial(_reset_prefix_cache, engine),
             "update_weights": partial(_update_weights, engine, load),
+            "load_adapter": engine.load_adapter,
+            "unload_adapter": engine.unload_adapter,
         }
         self._thread = EngineThread(engine, self._work)
         self._thread.start()

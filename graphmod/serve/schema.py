@@ -235,7 +235,7 @@ class _Request(Object):
     ignored = _IGNORED
     refused = _REFUSED
 
-    model: str | None = Field(None, description="the name of the model that is served")
+    model: str | None = Field(None, description="the name of the model that is served, or of an adapter")
     n: int | None = Field(None, ge=1, le=128, description="completions of each prompt, at most 128; default 1")
     stream: bool | None = Field(
         None,
@@ -576,3 +576,20 @@ class UpdateRequest(_OfTokens):
     """Of `/update_weights`."""
 
     path: str = Field(min_length=1, description="a folder that the server can read, as `model.path` is")
+
+
+class LoadAdapterRequest(Object):
+    """Of `/v1/load_lora_adapter`."""
+
+    refused = {"load_inplace": (False,), "is_3d_lora_weight": (False,)}
+
+    lora_name: str = Field(min_length=1, description="what requests name as their `model`")
+    lora_path: str = Field(min_length=1, description="a folder that the server can read, as peft saves one")
+
+
+class UnloadAdapterRequest(Object):
+    """Of `/v1/unload_lora_adapter`."""
+
+    ignored = ("lora_int_id",)
+
+    lora_name: str = Field(min_length=1, description="of one that is loaded")

@@ -371,6 +371,7 @@ class Service:
         metrics: for Prometheus.
         created: when the server began, in seconds since 1970.
         sleeping: whether the engine has no memory now.
+        adapters: that requests may name as their model -> their folders.
     """
 
     def __init__(self, settings: ServeSettings, name: str, engine: Remote) -> None:
@@ -379,6 +380,7 @@ class Service:
         self.codec: Codec | None = None
         self.admission = Admission(0, settings.max_waiting)
         self.metrics = Metrics()
+        self.adapters: dict[str, str] = {}
         self._draining = self.sleeping = False
         # One thread, as tokenizers may not be used by several at a time.
         self._worker = ThreadPoolExecutor(1, "graphmod-serve")

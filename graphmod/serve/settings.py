@@ -16,7 +16,7 @@ class ServeSettings:
         port: 0 takes any free one, and says which.
         api_key: what clients have to send as `Authorization: Bearer KEY`; null asks for none.
         model_name: what requests call the model; null takes the name of the folder in `model.path`.
-        manage: let clients put the engine to sleep, empty its cache and change its weights.
+        manage: let clients put the engine to sleep, empty its cache, change its weights and load adapters.
         cors_origins: whose pages browsers let read answers, such as http://localhost:3000; "*" is all pages, and none
             those of this server alone.
         max_waiting: completions that may wait for a row of the batch; what comes on top gets 429.

@@ -98,7 +98,7 @@ wrong = [
     "serve.host=" + "a" * 70, "serve.api_key=", "serve.max_waiting=-1", "serve.drain_seconds=nan", "graph=per_layer",
     "serve.max_body_bytes=0", "serve.default_max_tokens=0", "decode.max_batch_size=0", "decode.max_seq_len=1",
     "decode.cache_tokens=1", "graph.compile=some", "tokenizer=nothing", "model.path=nothing", "model.device=tpu",
-    "decode.max_seq_len=65",
+    "decode.max_seq_len=65", "decode.max_adapters=2",
 ]
 assert [serve(["model.path=model", one]) for one in wrong] == [2] * len(wrong)
 sys.modules["uvicorn"] = None
@@ -153,7 +153,7 @@ def test_what_generate_cannot_use_is_told_without_loading_torch(tmp_path):
 
 def test_what_serve_cannot_use_is_told_without_loading_torch(tmp_path):
     done = python("-c", ANSWERS_OF_SERVE, cwd=tmp_path)
-    assert done.returncode == 0 and done.stderr.count("error: ") == 22, done.stderr
+    assert done.returncode == 0 and done.stderr.count("error: ") == 23, done.stderr
     assert "decode.max_seq_len=65 is more than the 64 positions of the model" in done.stderr
     for said in ("holds no tokenizer", "serve.port=0 for any free one", "serve.host=256.1.1.1 serve.port=8000 cannot"):
         assert said in done.stderr

@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from queue import Queue
 
@@ -214,6 +215,7 @@ def test_a_second_signal_ends_at_once(saved):
         ("serve.max_waiting=-1", "serve.max_waiting must be at least 0"),
         ("serve.api_key=", "serve.api_key"),
         ("decode.max_batch_size=0", "max_batch_size"),
+        ("decode.max_adapters=2", "decode.max_adapters=2 is for adapters that clients load, with serve.manage=true"),
         ("graph=per_layer", "there is no choice 'per_layer' for 'graph'\n  choices of 'graph': decode, none"),
         ("model.path=nowhere", "nowhere"),
         ("tokenizer=nowhere", "tokenizer=nowhere is not a folder"),
@@ -239,6 +241,8 @@ def test_settings_reach_the_engine(saved):
     config = typed(SERVE, *arguments)
     of_server = {"keep_prefixes": True, "frozen": True, "compile_in_background": True}
     assert config.engine() == EngineConfig(max_batch_size=3, cache_tokens=640, graphs=False, **of_server)
+    adapters = "decode.max_adapters=2", "decode.max_adapter_rank=8", "serve.manage=true"
+    assert typed(SERVE, *arguments, *adapters).engine() == replace(config.engine(), max_adapters=2, max_adapter_rank=8)
     assert config.name == "Tiny" and typed(SERVE, *arguments, "serve.model_name=other").name == "other"
     with pytest.raises(ConfigError, match=r"model\.path=FOLDER is missing"):
         typed(SERVE).check()

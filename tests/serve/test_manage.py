@@ -180,7 +180,13 @@ def test_a_folder_without_weights_is_named_by_the_field_that_said_it(tmp_path):
             assert status == 409 and message.startswith(f"path {folder} {what}") and "graphmod train" not in message
 
 
-@pytest.mark.parametrize("path", ["/sleep", "/wake_up", "/reset_prefix_cache", "/update_weights"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/sleep", "/wake_up", "/reset_prefix_cache", "/update_weights"),
+        *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+    ],
+)
 def test_nobody_manages_a_server_that_does_not_let_him(path):
     assert not ServeSettings().manage
     with Served(chat_model(), tokenizer(), {"api_key": "k"}, max_batch_size=1) as one:
