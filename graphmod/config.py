@@ -129,7 +129,7 @@ class CUDAGraphConfig:
             with what was captured, operation by operation. `sampled` spends a thousandth of the time on them; a
             difference is logged, and the call stays eager. `always` replays nothing after the capture, and a difference
             raises `VerificationFailed`: for tests. `off` never looks.
-        eager_parts: where nothing but some methods (an optimizer's `step`, an average's `update`) keeps a callable
+        eager_parts: where nothing but some functions (an optimizer's `step`, a callback) that it calls keeps a callable
             eager, these are called between its graphs, as if they were marked with `eager`. False: it stays eager.
     """
 

@@ -45,7 +45,7 @@ from graphmod.signature.flattening import unrepeatable
 from graphmod.signature.modes import FOREIGN, changed_mode, key_reader
 from graphmod.step.dispatch import PARTS_OF_RANKS, STALE
 from graphmod.step.eager_parts import RecordedPart, RecordedParts
-from graphmod.step.found_parts import Methods
+from graphmod.step.found_parts import FoundParts
 from graphmod.step.recording import BACKWARD_OUTSIDE, keep_as_found, late_hazards, record_reads
 from graphmod.step.results import bind, not_returned, not_to_be_made_again, outline
 from graphmod.step.surroundings import Surroundings
@@ -92,7 +92,7 @@ class Part:
     ) -> None:
         self.root, self.name, self._loss, self._borrowed = root, name, loss, borrowed
         self._before_collective = None if meeting is None else meeting.before
-        self._methods = Methods(eager_parts)
+        self._found = FoundParts(eager_parts)
         self._earlier: tuple[Guards | None, list[RecordedPart]] = (None, [])
         self.eager_for: list[Finding] = []
         self.call = Target(root) if isinstance(root, nn.Module) else root
@@ -118,6 +118,7 @@ class Part:
         return self._watched(args, kwargs)
 
     def _watched(self, args: tuple, kwargs: dict) -> Any:
+        first = not self.ran
         again = self.ran and bool(self.name)  # a layer that one step calls twice
         if not again:
             self.findings, self.on_gpu, self.guards, self.operations = [], [], [], 0
@@ -146,8 +147,7 @@ class Part:
             self._add_said(STALE)
         if modes[FOREIGN] is not None:
             self._add("the call", f"{modes[FOREIGN]}, and code under that is never captured", _KEEP_OUT)
-        methods = self._methods
-        how: dict[str, Any] = {"methods": methods, "follows": True, "earlier": self._earlier}
+        how: dict[str, Any] = {"found": self._found, "follows": True, "earlier": self._earlier}
         recorder, notes, given = record_reads(call, gpu, self.root, before_collective=self._before_collective, **how)
         self._add_said(keep_as_found(call, notes))
         result = call.result
@@ -164,20 +164,22 @@ class Part:
         self.eager = list(map(str, parts.made))
         if self.eager and self._before_collective is not None and recorder.collectives:
             self._add_said(PARTS_OF_RANKS)
-        known = methods.found
-        if (recorder.hazards or changes) and not result.differentiable:
-            methods.learn(recorder, "")
-        found = [] if known else methods.found  # which do all of this
+        known, searches = bool(self._found), False
+        if (recorder.hazards or changes) and not (
+            first or result.differentiable
+        ):  # which may have made what others use
+            searches = self._found.learn(recorder, changes, "")
         recorder.hazards += late_hazards(call, recorder, notes)
         before = len(self.findings)
         self._take_in(recorder, changes)
-        if found:
-            self.eager_for = self.findings[before:]
+        if not known:
+            self.eager_for = self.findings[before:] if searches else []
         if recorder.unfinished:
             self._add_said(BACKWARD_OUTSIDE)
         judged = self._earlier[0] is not None or not known  # what parts change is seen beside a call that had them
         guards = Guards(notes, recorder.backward, bound)
-        self._earlier = (None, []) if found else (guards, parts.made)
+        others = searches or known != bool(self._found)  # are parts in the next call
+        self._earlier = (None, []) if others else (guards, parts.made)
         self.guards.append(guards)
         self._look_at_optimizers(notes, recorder, gpu)
         for said in (given.returned(result), not_to_be_made_again(outline(result)[0])):
@@ -190,7 +192,7 @@ class Part:
             self._add_said(around.kept_accumulators(self.guards[-1], recorder.backward))
         self._borrowed.note(around.parallel())
         not_averaged = around.take_over() if torch.is_grad_enabled() else None
-        self.settled = around.reducers() == reducers and judged and not found
+        self.settled = around.reducers() == reducers and judged and not others
         if not_averaged is not None:
             self._add("DistributedDataParallel", not_averaged, "use its defaults, or call it without graphs")
         if result.differentiable:
@@ -313,7 +315,7 @@ def _one_for_each_remedy(changes: Iterable[Change], backward: bool, parts: list[
     return findings
 
 
-_SETTLING = 2  # more calls, at most, until nothing but the call itself counts; see `Part.settled`
+_SETTLING = 6  # more calls, at most, until nothing but the call itself counts; see `Part.settled`
 
 
 def check_call(

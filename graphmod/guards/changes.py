@@ -78,12 +78,14 @@ class Change(NamedTuple):
         where: see `lines_of`.
         remedy: what to do about it.
         owner: the identity of the object that changed; 0 where there is none.
+        place: which place of it; its identity, if all of it.
     """
 
     effect: str
     where: Lines
     remedy: str
     owner: int = 0
+    place: Any = None
 
     def __str__(self) -> str:
         return f"{self.effect} ({self.where.location}), {NOT_REPLAYED}; {self.remedy}"
@@ -172,10 +174,10 @@ def all_changes(notes: Notes, bound: Collection[Note] = ()) -> Iterator[Change]:
         yield Change(f"runs where nobody can watch it: {notes.unseen}", lines_of(None), OUTSIDE)
     if notes.elsewhere is not None:
         yield Change("runs code in another thread, where nobody can watch it", lines_of(notes.elsewhere), IN_THREAD)
-    for _, kind, where in notes.iterators:
-        yield Change(f"takes items from a {kind}", lines_of(where), KEEP_ITERATOR)
-    for effect, where in notes.chance.drawn():
-        yield Change(effect, lines_of(where), DRAW)
+    for value, kind, where in notes.iterators:
+        yield Change(f"takes items from a {kind}", lines_of(where), KEEP_ITERATOR, place=identity(value))
+    for effect, where, generator in notes.chance.drawn():
+        yield Change(effect, lines_of(where), DRAW, place=generator)
     kept_by = keepers(notes)
     told: set[int] = set()
     for note in sorted(notes.notes.values(), key=lambda note: not issubclass(type(note.owner), SCHEDULERS)):
@@ -193,10 +195,12 @@ def all_changes(notes: Notes, bound: Collection[Note] = ()) -> Iterator[Change]:
                 effect = _changes(value.of, items[0], content_now(value)[0])
             else:
                 effect = f"changes the items of a {kind_of(value)}{_of(keeper)} as it runs"
-            yield Change(effect, lines_of(where), against_change(value, None, items, keeper), id(value))
+            yield Change(
+                effect, lines_of(where), against_change(value, None, items, keeper), id(value), identity(value)
+            )
         elif isinstance(value, Cached) and (kept := value.came_to_hold()):
             effect = f"is the first to call {value.function!r}, which keeps its result (one {type(kept[0]).__name__})"
-            yield Change(effect, lines_of(where), FILLED, id(value))
+            yield Change(effect, lines_of(where), FILLED, id(value), identity(value))
 
 
 def _change_of(note: Note, keeper: Any) -> Change:
@@ -210,7 +214,7 @@ def _change_of(note: Note, keeper: Any) -> Change:
             effect, remedy = f"binds {name} to a tensor with a history, whose backward may come", DETACH
     elif remedy == KEEP and not (note.read or is_plain(now)):
         remedy = KEEP_TENSORS
-    return Change(effect, lines_of(note.where), remedy, id(note.owner))
+    return Change(effect, lines_of(note.where), remedy, id(note.owner), note.place)
 
 
 def _changes(name: str, was: Any, now: Any, gone: bool = False) -> str:
@@ -240,7 +244,7 @@ def _changed_tensors(notes: Notes, known: Collection[int]) -> Iterator[Change]:
         else:
             effect = f"moves or reshapes {name} as it runs"
             remedy = KEEP if place is None else against_change(place.owner, place.key, tensor, None)
-        yield Change(effect, lines_of(met.where), remedy, id(tensor))
+        yield Change(effect, lines_of(met.where), remedy, id(tensor), identity(tensor))
 
 
 def _of(keeper: Any) -> str:

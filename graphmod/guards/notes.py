@@ -93,10 +93,8 @@ DEEP = 6  # how far attributes of attributes are followed, where code in C may r
 
 
 METHODS_IN_C = (types.BuiltinMethodType, types.MethodWrapperType)
-STANDS_FOR = "_graphmod_stands_for"
-"""The attribute of a function that is put somewhere for the length of a call: what is there else."""
-UNGUARDED = "_graphmod_unguarded"
-"""The attribute of a function that is called anew at each replay, so that what belongs to it is no guard."""
+UNGUARDED = "graphmod_calls_eager_part"
+"""The name of the code of functions that are called anew at each replay, so that what belongs to them is no guard."""
 _FOLLOWED = (*CONTAINERS, partial, types.SimpleNamespace, *METHODS_IN_C)
 _DEPTH, _MOST_INSIDE = 32, 4096  # how far, and into how many items, containers in containers are followed
 
@@ -154,10 +152,11 @@ class Chance:
         if hasattr(mtrand, "_rand"):  # another thread may be importing it
             self.meet(mtrand._rand, None)
 
-    def meet(self, value: Any, where: tuple | None) -> None:
-        """Takes in a value that code at `where` uses: a generator, or a function that draws from one."""
+    def meet(self, value: Any, where: tuple | None) -> int:
+        """Takes in a value that code at `where` uses: a generator, or a function that draws from one. Returns the
+        identity of that generator; 0 where there is none."""
         if sort_of(type(value)) != OTHER:
-            return
+            return 0
         method = _method_of_generator(value)
         if method in METHODS and (recorder := dispatch.current()) is not None:
             recorder.refuse(method, METHODS[method])
@@ -165,11 +164,11 @@ class Chance:
             value = value.__self__
         of_torch = _is_generator(value)
         if not (of_torch or is_random(value)):
-            return
+            return 0
         recorder = dispatch.current() if of_torch else None
         if recorder is not None and (self.draws is not None or not recorder.watching):
             recorder.note_generator(value)
-            return
+            return identity(value)
         known = self._states.get(identity(value))
         if known is None:
             self._states[identity(value)] = (value, _state(value), where)
@@ -177,6 +176,7 @@ class Chance:
                 self.draws.begin(value)
         elif known[2] is None:
             self._states[identity(value)] = (*known[:2], where)
+        return identity(value)
 
     def ask_system(self, where: tuple) -> None:
         """Takes in that code at `where` is about to ask the system for random bytes, which has no state to compare."""
@@ -193,9 +193,9 @@ class Chance:
             if still:
                 self._states[name] = one, _state(one), where
 
-    def drawn(self) -> Iterator[tuple[str, tuple | None]]:
-        """What was drawn on the host, or by a backward from a generator that is not every capture's own, in words; and
-        the code and line that used the generator first."""
+    def drawn(self) -> Iterator[tuple[str, tuple | None, int]]:
+        """What was drawn on the host, or by a backward from a generator that is not every capture's own, in words; the
+        code and line that used the generator first; and its identity."""
         drawn_at, followed = ({}, False) if self.draws is None else (self.draws.drawn_at, self.draws.followed)
         default = (torch.default_generator, *torch.cuda.default_generators)
         for value, before, where in self._states.values():
@@ -205,9 +205,9 @@ class Chance:
             library = type(value).__module__.partition(".")[0]
             on_host = f"draws random numbers on the host ({library})"
             told = "draws from a torch.Generator in its backward" if _is_generator(value) else on_host
-            yield told, drawn_at.get(id(value), where)
+            yield told, drawn_at.get(id(value), where), identity(value)
         if self._of_system is not None:
-            yield "draws random numbers on the host (os)", self._of_system
+            yield "draws random numbers on the host (os)", self._of_system, 0
 
     def draw(self, function: Any, given: list, where: tuple, is_old: Callable[[Any], bool]) -> None:
         """Takes in that code at `where` is about to call a function, which may be a method of a generator."""
@@ -347,10 +347,7 @@ class Note:
     @property
     def place(self) -> tuple:
         """Which place it is, by whatever way code came to it."""
-        container = self.container
-        if issubclass(type(container), View):  # another one each time
-            return identity(self.owner), type(container), self.key
-        return identity(container), self.key
+        return _place(self.owner, self.container, self.key)
 
     def let_go(self) -> None:
         """Forgets what was there."""
@@ -378,6 +375,12 @@ class Note:
         if self.items is not None and type(before) is type(now):
             return not same_content(self.items, content_now(now))
         return not same(before, now)
+
+
+def _place(owner: Any, container: Any, key: Any) -> tuple:
+    if issubclass(type(container), (View, types.MappingProxyType)):  # another one each time
+        return identity(owner), type(container), key
+    return identity(container), key
 
 
 class TakenLock:
@@ -423,6 +426,9 @@ class Notes:
         taken: those locks, by identity, that code has taken.
         told_apart: the addresses of tensors of which code asked whether they are others.
         after_part: whether code has run unseen, which may have changed what is first looked at from here on.
+        around: tells of a frame the functions that it runs in, if somebody asks where code comes upon things.
+        arounds: what it has told, by identity of the frames that run.
+        touched: places and, by identity, objects that code came upon -> the functions in which it did; see `around`.
     """
 
     def __init__(self, ages: Ages, host_draws: HostDraws | None = None) -> None:
@@ -438,6 +444,9 @@ class Notes:
         self.frame: types.FrameType | None = None
         self.modules: dict[int, nn.Module] = {}
         self.of_dynamo: list[CompiledFrame] = []
+        self.around: Callable[[types.FrameType], tuple | None] | None = None
+        self.arounds: dict[int, tuple | None] = {}
+        self.touched: dict[Any, set[tuple | None]] = {}
         self.chance = Chance(host_draws)
         self.unreadable: tuple[str, tuple] | None = None
         self.elsewhere: tuple | None = None
@@ -465,6 +474,27 @@ class Notes:
             note(*seen)
         except Exception as error:
             self.cannot_read(error)
+
+    def uses(self, value: Any) -> None:
+        """Takes in that code uses a value that may be a random generator, or draw from one."""
+        generator = self.chance.meet(value, self.where)
+        if generator:
+            self._touch(generator)
+
+    def _touch(self, what: Any) -> None:
+        if self.around is not None and self.frame is not None:
+            name = identity(self.frame)
+            if name not in self.arounds:
+                self.arounds[name] = self.around(self.frame)
+            self.touched.setdefault(what, set()).add(self.arounds[name])
+
+    def apart(self, note: Callable, *seen: Any) -> None:
+        """Notes something as `note` does, though code does not come upon it here, but where it runs."""
+        around, self.around = self.around, None
+        try:
+            note(*seen)
+        finally:
+            self.around = around
 
     def cannot_read(self, error: Exception) -> None:
         """Takes in an error from looking at what code reads."""
@@ -849,8 +879,8 @@ class Notes:
             known = self.notes.get(name)
         except TypeError:  # a key that cannot be hashed
             return
-        if type(value) is types.FunctionType and STANDS_FOR in vars(value):
-            value = getattr(value, STANDS_FOR)
+        if self.around is not None:
+            self._touch(_place(owner, container, key))
         read = key is not self._stored
         if known is not None and known.owner is owner:
             known.read = known.read or (read and value is known.before())
@@ -907,6 +937,7 @@ class Notes:
             self._kind(value.__self__)
 
     def _tensor(self, tensor: Tensor) -> None:
+        self._touch(identity(tensor))
         if identity(tensor) in self._whole:
             return
         known = self.tensors.get(identity(tensor))
@@ -919,9 +950,17 @@ class Notes:
         """Notes what belongs to a function: the variables it closes over, and, of one of the user's, its defaults."""
         if self._functions.get(identity(function)) is function or not self.ages.is_old(function):
             return
-        if UNGUARDED in vars(function):
-            return
-        self._functions[identity(function)] = function
+        if function.__code__.co_name != UNGUARDED:
+            self._functions[identity(function)] = function
+            self.apart(self._function, function)
+
+    def runs(self, function: types.FunctionType) -> None:
+        """Takes in that a function begins to run, which may use the variables that it closes over."""
+        self.function(function)
+        for cell in function.__closure__ or ():
+            self._touch(_place(cell, Cell(cell), None))
+
+    def _function(self, function: types.FunctionType) -> None:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if name != "__class__":  # that is for `super()`, and stays
                 self._note(self.belongs(cell, function), Place(Cell(cell), None, get(Cell(cell), None)))
@@ -947,6 +986,7 @@ class Notes:
         elif hasattr(kind, "mapping") and issubclass(kind, (KeysView, ValuesView, ItemsView)):
             # The dict itself, which `mapping` would wrap anew each time.
             value = self.belongs(gc.get_referents(value)[0], value)
+        self._touch(identity(value))
         known = self.contents.get(identity(value))
         if known is not None and known[0] is value:
             return

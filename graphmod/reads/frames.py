@@ -28,7 +28,7 @@ from graphmod.torch_private import DYNAMO, OpOverload, beside_dynamo, written_by
 from graphmod.trace import dispatch
 from graphmod.trace.garbage import Ages
 from graphmod.trace.host_draws import HostDraws
-from graphmod.trace.lines import CORE, STDLIB, TORCH, is_library
+from graphmod.trace.lines import CORE, ENGINE, STDLIB, TORCH, is_library
 from graphmod.trace.undo import Undo, let_through
 from graphmod.trace.untraced import identity, untraced
 
@@ -47,6 +47,7 @@ _NOT_OF_TORCH = tuple(
 )
 _OF_TORCH = tuple(TORCH + part.replace("/", os.sep) for part in ("autograd/function.py", "autograd/grad_mode.py"))
 _OF_OTHERS = tuple(TORCH + part.replace("/", os.sep) for part in ("random.py", "autograd/grad_mode.py"))
+_WAITS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _PRIVATE, _SPECIAL = TORCH + "_", TORCH + "__"
 # Of the standard library, what leads to no setting of a program's.
 _NOT_OF_STDLIB = tuple(
@@ -56,6 +57,7 @@ _NOT_OF_STDLIB = tuple(
         *("locale.py", "logging/", "re/", "sysconfig.py", "tokenize.py", "traceback.py", "warnings.py"),
     )
 )
+_CALLS = CORE + "step" + os.sep  # where calls begin that are watched
 _OF_CORE = (CORE + "train" + os.sep, CORE + "decode" + os.sep, CORE + os.path.join("ranks", "data_parallel.py"))
 _NOT_OF_CORE = CORE + os.path.join("train", "draws.py")  # what a forward keeps for its own backward
 # Where dynamo compiles, and where it runs code of its own that it has written out.
@@ -99,9 +101,6 @@ _OPERATIONS |= {one for code in list(_OPERATIONS) for one in code.co_consts if i
 _passed_over = frozenset(map(identity, _MACHINERY | _OPERATIONS))
 _EXCHANGES = torch.utils.swap_tensors.__code__
 _starts_threads = {identity(threading.Thread.start.__code__), identity(ThreadPoolExecutor.submit.__code__)}
-
-# Methods of what works on a model's parameters or results, beside the computation: optimizers, averages, metrics.
-_AT_THE_END = {"step", "update", "compute", "unscale_", "update_parameters", "step_update", "zero_grad"}
 
 NOT_TOLD = (
     "this thread's trace functions are suspended, or other tools (a debugger, a profiler) hold all places of "
@@ -230,15 +229,14 @@ class Frames:
         notes: where that goes. Errors from looking, at what may be of any kind, end there as well.
         heard: whether anything was told.
         missed: why something was not told.
-        methods: those that ran and may become eager parts, by identity of their objects, which are held, and name.
     """
 
-    def __init__(self, notes: Notes) -> None:
+    def __init__(self, notes: Notes, backward: Callable[[FrameType], None] = lambda _: None) -> None:
         self.write_to(notes)
+        self._backward = backward  # is told of each frame that runs one
         self._muted: FrameType | None = None  # in which, and in what that calls, nothing is looked at
         self.heard = False
         self.missed = ""
-        self.methods: dict[tuple[int, str], Any] = {}
         self._before: Any = None
         self._written = written_by_dynamo()
 
@@ -277,10 +275,8 @@ class Frames:
     def _entered(self, frame: FrameType, code: CodeType) -> int | events.Plan:
         notes = self.notes
         written = code in self._written if self._written else False
-        if code.co_name in _AT_THE_END and code.co_argcount and self._muted is None:
-            owner = events.variable(frame, code.co_varnames[0])
-            if isinstance(inspect.getattr_static(type(owner), code.co_name, None), FunctionType):
-                self.methods.setdefault((id(owner), code.co_name), owner)
+        if code.co_name == ENGINE:
+            self._backward(frame)
         if code is _CALL:
             notes.try_to(notes.called, events.variable(frame, "self"))
         elif self._muted is not None:
@@ -323,7 +319,7 @@ class Frames:
         """Notes what belongs to a function that is about to run, whoever called it."""
         function = function_of(frame)
         if function is not None:
-            self._note(frame, self.notes.function, function)
+            self._note(frame, self.notes.runs, function)
             if code.co_name.startswith("__") and code.co_argcount:  # which Python may have found by itself
                 self._note(frame, self.notes.special, events.variable(frame, code.co_varnames[0]), function)
 
@@ -337,6 +333,7 @@ class Frames:
     @beside_dynamo
     def left(self, frame: FrameType) -> None:
         self.notes.callers.pop(identity(frame), None)  # another may lie where it lay, or go on with it
+        self.notes.arounds.pop(identity(frame), None)
         if frame is self._muted:
             self._muted = None
 
@@ -347,32 +344,48 @@ class noting:
     Args:
         roots: objects that were there before.
         host_draws: is told what the body draws from generators in Python.
+        places: whether to note where code comes upon things.
 
     Attributes:
         notes: those.
-        methods: `(object, name)` of those that ran and may become eager parts, once the body is left.
+        with_backward: the functions in which a backward ran.
     """
 
-    def __init__(self, *roots: Any, host_draws: HostDraws | None = None) -> None:
-        self.methods: list[tuple[Any, str]] = []
-        self._roots, self._host_draws, self._undo = roots, host_draws, Undo()
+    def __init__(self, *roots: Any, host_draws: HostDraws | None = None, places: bool = False) -> None:
+        self.with_backward: set[FunctionType] = set()
+        self._roots, self._host_draws, self._places, self._undo = roots, host_draws, places, Undo()
 
     def __enter__(self) -> Notes:
         notes = self.notes = Notes(self._undo.enter(Ages()), self._host_draws)
+        notes.around = self.functions_around if self._places else None
+        self._undo.then(lambda _: setattr(notes, "around", None))  # which leads here
         for root in self._roots:
             notes.try_to(notes.root, root)
-        frames = Frames(notes)
+        frames = Frames(notes, lambda frame: self.with_backward.update(self.functions_around(frame.f_back) or ()))
         self._undo.then(lambda _: setattr(notes, "unseen", frames.missed or ("" if frames.heard else NOT_TOLD)))
-        self._undo.then(lambda _: self._take_methods(frames))
         self._undo.enter(frames)
         return notes
 
     def __exit__(self, *_: object) -> None:
         self._undo.run()
 
-    def _take_methods(self, frames: Frames) -> None:
-        found, frames.methods = frames.methods, {}
-        self.methods = [(owner, name) for (_, name), owner in found.items() if self.is_old(owner)]
+    def functions_around(self, frame: FrameType | None) -> tuple[FunctionType, ...] | None:
+        """The functions of before in which a frame runs, the outermost first, but for the one that the body has called;
+        None in a backward, which none of them can leave out."""
+        found: list[FunctionType | None] = []
+        while frame is not None and not (code := frame.f_code).co_filename.startswith(_CALLS):
+            name = identity(frame)
+            if name in self.notes.arounds or code.co_name == ENGINE:
+                outer = self.notes.arounds.get(name)
+                return None if outer is None else (*outer, *self._old_of(found))
+            passed_over = code is _CALL or identity(code) in _passed_over or code.co_flags & _WAITS
+            if not (passed_over or code.co_filename.startswith(CORE)):
+                found.append(function_of(frame))
+            frame = frame.f_back
+        return self._old_of(found[:-1])
+
+    def _old_of(self, found: list[FunctionType | None]) -> tuple[FunctionType, ...]:
+        return tuple(one for one in reversed(found) if one is not None and self.is_old(one))
 
     def unnoted(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
         """Calls a function of which nothing is noted, inside the body."""

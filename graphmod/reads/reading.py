@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphmod.guards.notes import DEEP, METHODS_IN_C, Notes
+from graphmod.guards.notes import DEEP, METHODS_IN_C, UNGUARDED, Notes
 from graphmod.guards.values import (
     BUFFERS,
     CODE,
@@ -87,6 +87,18 @@ def _tells_nothing(function: Any, kind: type) -> bool:
     return issubclass(kind, (nn.Module, type)) and sort_of(kind) == INERT
 
 
+def _code_of(function: Any) -> CodeType | None:
+    """The code that a call runs, of which is told as it runs, whatever it does with its arguments; None where that is
+    in C, or the call makes an object."""
+    kind = type(function)
+    if kind is functools.partial or kind is types.MethodType:
+        return _code_of(function.func if kind is functools.partial else function.__func__)
+    if kind is not types.FunctionType and not issubclass(kind, type):
+        found = find_in_classes(kind.__mro__, "__call__")
+        function = None if found is None else found.value
+    return function.__code__ if type(function) is types.FunctionType else None
+
+
 class Reading:
     """Notes what instructions read."""
 
@@ -120,7 +132,7 @@ class Reading:
         if kind is types.MappingProxyType:
             value = self._behind(value)
         if sort == OTHER:
-            self._notes.chance.meet(value, self._notes.where)
+            self._notes.uses(value)
         self._notes.note_items(value)
         if kind is dict and "_parameters" in value:  # the attributes of a module, whole
             self._notes.held_by_module(value)
@@ -298,7 +310,7 @@ class Reading:
         where = self._notes.where
         if not named and where[0].co_filename != _RANDOM:
             self._notes.chance.draw(function, given, where, self._notes.ages.is_old)
-        self.called(function, given)
+        self._calls(function, given)
 
     def call_with_names(self, frame: FrameType, argument: Any, values: list) -> None:
         del values[-1]
@@ -307,12 +319,20 @@ class Reading:
     def call_all(self, frame: FrameType, argument: Any, values: list) -> None:
         """`function(*args, **kwargs)`."""
         function, args, *kwargs = (value for value in values if value is not Nothing)
-        for one in (args, *kwargs):
-            self.use(one)
         given = list(args) if isinstance(args, (tuple, list)) else []
         for one in kwargs:
             given += one.values() if type(one) is dict else ()
-        self.called(function, given, used=True)
+        self._calls(function, given, args, *kwargs)
+
+    def _calls(self, function: Any, given: list, *whole: Any) -> None:
+        """A function is about to be called by code, with arguments that may come in `whole` containers."""
+        code = _code_of(function)
+        if code is not None and code.co_name == UNGUARDED:
+            return  # what that is given is made out of it at each replay
+        told = self._notes.apart if code is not None else lambda note, *seen: note(*seen)
+        for one in whole:
+            told(self.use, one)
+        told(self.called, function, given, bool(whole))
 
     def called(self, function: Any, given: list, used: bool = False) -> None:
         """A function is about to be called.
@@ -347,7 +367,7 @@ class Reading:
             else:
                 self.use(owner)
         elif not _tells_nothing(function, kind):
-            notes.chance.meet(function, notes.where)
+            notes.uses(function)
             self._called_object(function, kind, given)
             held = issubclass(kind, METHODS_IN_C) and issubclass(type(function.__self__), HELD_IN)
             notes.note_items(notes.belongs(function.__self__, function) if held else function)

@@ -21,7 +21,7 @@ from graphmod.guards.guards import Guards
 from graphmod.signature.call import Call
 from graphmod.step.arena import Tape
 from graphmod.step.entry import Account, Entry, GraphStats, Registry
-from graphmod.step.found_parts import Methods
+from graphmod.step.found_parts import FoundParts
 from graphmod.step.group import Group
 from graphmod.step.log import reason_of
 from graphmod.step.recording import Recording
@@ -45,7 +45,7 @@ class Context:
         last_failure: why the last failed capture or replay failed, or calls stay eager; "" where neither is so.
         entries: the signatures it was called with.
         around: what it works on.
-        methods: those that it calls and that are eager parts.
+        found: the functions that it calls and that are eager parts.
         account: the patience with all signatures together.
         without_layers: that with eager calls of a body whose layers run as plain modules meanwhile, see `Body`.
         served: the graph behind the last call; None where that had none.
@@ -69,7 +69,7 @@ class Context:
     def start(self) -> None:
         """Forgets all but counters and signatures."""
         self.around = Surroundings(self.root)
-        self.methods = Methods(self.config.eager_parts)
+        self.found = FoundParts(self.config.eager_parts)
         self.served: Any = None
         self._open_accounts()
         self.eager_in = -1

@@ -404,7 +404,7 @@ def warm_up(context: Context, entry: Entry, call: Call) -> Any:
         call.result = Flat(alone(context, entry, call))
         context.failed(entry, CaptureRefused(why), "its forward")
     else:
-        how = {"methods": context.methods, "follows": entry.follows}
+        how = {"found": context.found, "follows": entry.follows}
         recording = alone(context, entry, lambda: record(call, context.group.gpu, context.root, **how))
         _judge(context, entry, call, recording)
     return context.eager_result(entry, call)
@@ -412,7 +412,7 @@ def warm_up(context: Context, entry: Entry, call: Call) -> Any:
 
 def _judge(context: Context, entry: Entry, call: Call, recording: Recording) -> None:
     """Decides what a recorded call is good for: to be captured or refused, or for nothing, and another is recorded."""
-    methods = context.methods
+    found = context.found
     if recording.settles:
         # Under the recorder functions of PyTorch are others, which compiled code may stand on. It may be compiled
         # once more, in a call like any other, and the one after that is recorded.
@@ -420,7 +420,7 @@ def _judge(context: Context, entry: Entry, call: Call, recording: Recording) -> 
         entry.warm_up_again(1, f"it {COMPILES.effect}, in each call")
         return
     if recording.refused is not None:
-        recording.refused = methods.refused or recording.refused
+        recording.refused = found.refused or recording.refused
         if torch.is_grad_enabled():  # which it may be a consequence of
             recording.refused = context.around.take_over() or recording.refused
     of_backward = context.refuses(call, recording)
@@ -428,7 +428,7 @@ def _judge(context: Context, entry: Entry, call: Call, recording: Recording) -> 
     if not (recording.refused or recording.communicates) and context.group.whole.take(recording.guards.tensors):
         return  # the next call is recorded, at the addresses that stay
     if recording.parts and context.agreement is not None:
-        recording.refused = recording.refused or methods.refused or PARTS_OF_RANKS
+        recording.refused = recording.refused or found.refused or PARTS_OF_RANKS
     recording.refused = recording.refused or changed_mode(entry.signature.modes, context.group.modes())
     if call.result.differentiable or recording.backward:
         recording.refused = recording.refused or context.around.kept_accumulators(recording.guards, recording.backward)
@@ -447,12 +447,12 @@ def _judge(context: Context, entry: Entry, call: Call, recording: Recording) -> 
     else:
         entry.warm_up_again(context.config.warmup_steps - 1)
         context.spend(entry)
-        if entry.follows or methods.found:  # what kept an earlier call eager is overcome
+        if entry.follows or found:  # what kept an earlier call eager is overcome
             context.last_failure = ""
-        if methods.found:
+        if found:
             context.log_once(
-                f"{context.name!r} calls {', '.join(methods.found)} between its graphs at each replay, because "
-                f"these cannot repeat it: {methods.refused}",
+                f"{context.name!r} calls {', '.join(dict.fromkeys(part.name for part in recording.parts))} between its "
+                f"graphs at each replay, because these cannot repeat it: {found.refused}",
                 key="parts",
             )
 
@@ -510,7 +510,7 @@ def verify(context: Context, entry: Entry, call: Call, recording: Recording) -> 
     context.counters.verified += 1
     parts = VerifiedParts(recording.parts, recording.guards, context.group.modes)
     recorder = Recorder(call.leaves, gpu=context.group.gpu, parts=parts)
-    alone(context, entry, lambda: record_operations(call, recorder, context.methods.in_place()))
+    alone(context, entry, lambda: record_operations(call, recorder, context.found.in_place()))
     script, trace = recording.script, recorder.trace
     difference = script.compare(trace, recorder.lifted)
     context.group.verification.took(time.perf_counter() - began)

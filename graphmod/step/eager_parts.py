@@ -37,7 +37,6 @@ from graphmod.errors import CaptureRefused, Diverged, EagerPartFailed
 from graphmod.errors import reason as reason_of
 from graphmod.guards.changes import what_changed
 from graphmod.guards.guards import Guards, put
-from graphmod.guards.notes import UNGUARDED
 from graphmod.reads.frames import noting
 from graphmod.reads.operand_stack import function_of, is_called
 from graphmod.signature.call import Call
@@ -51,7 +50,7 @@ from graphmod.trace.dispatch import hidden
 from graphmod.trace.fast_forward import FastForward, Trail
 from graphmod.trace.garbage import no_garbage_collection
 from graphmod.trace.generators import put_back
-from graphmod.trace.hazards import OUTSIDE, Reason
+from graphmod.trace.hazards import OUTSIDE, Hazard, Reason
 from graphmod.trace.host_draws import HostDraws
 from graphmod.trace.lines import location
 from graphmod.trace.operations import address
@@ -86,14 +85,13 @@ def eager(function: Callable) -> Callable:
 
     @functools.wraps(function)
     @beside_dynamo
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def graphmod_calls_eager_part(*args: Any, **kwargs: Any) -> Any:  # the name that `UNGUARDED` has
         recorder: Any = dispatch.current()
         if recorder is None or not isinstance(recorder, Recorder):
             return function(*args, **kwargs)
         return recorder.eager_part(function, args, kwargs, sys._getframe())
 
-    setattr(call, UNGUARDED, True)
-    return call
+    return graphmod_calls_eager_part
 
 
 # -- what a part is given, and gives -----------------------------------------------------------------------------------
@@ -210,14 +208,17 @@ class RecordedPart:
     """What a recorded call showed of an eager part.
 
     Attributes:
+        function: what is called.
         name, where: of the function, and where it is called.
         index: how many operations come before it.
         given: the outline of the function and what it is given.
         old: the objects in that, by identity, which were there before the call.
         returned: the outline of what it returned; None where nobody uses that.
         goes_on, backward: whether operations come after it, and a backward.
+        refused: whether no replay could call it so, or use what it gives.
     """
 
+    function: Callable
     name: str
     where: str
     index: int
@@ -226,6 +227,7 @@ class RecordedPart:
     returned: tuple | None = None
     goes_on: bool = False
     backward: bool = False
+    refused: bool = False
 
     def form_of(self, given: tuple) -> _Form:
         """What a later call of the function, of these arguments, is made of."""
@@ -247,7 +249,7 @@ class RecordedParts(Parts):
         call: that call.
         noted: what notes what the call reads.
         draws: what it draws on the host.
-        methods: has put methods in place of others.
+        found: has put functions in place of those that are found to be parts.
         earlier: the guards of a call that was recorded before it, and its parts.
 
     Attributes:
@@ -259,10 +261,10 @@ class RecordedParts(Parts):
         call: Call,
         noted: noting,
         draws: HostDraws,
-        methods: AbstractContextManager,
+        found: AbstractContextManager,
         earlier: tuple[Guards | None, list[RecordedPart]] = (None, []),
     ) -> None:
-        self._call, self.noted, self._draws, self._methods = call, noted, draws, methods
+        self._call, self.noted, self._draws, self._found = call, noted, draws, found
         self._earlier, self._made_earlier = earlier
         self._is_as_then = False
         self._drawn = 0
@@ -274,10 +276,10 @@ class RecordedParts(Parts):
         """See `recorder.Parts`."""
         caller: Any = frame.f_back
         where = location(caller.f_code, caller.f_lineno)
-        known = RecordedPart(name or _name_of(function), where, len(recorder.trace))
+        known = RecordedPart(function, name or _name_of(function), where, len(recorder.trace))
         self.made.append(known)
         try:
-            self._methods.__exit__(None, None, None)
+            self._found.__exit__(None, None, None)
             with hidden():
                 given = self._judged(recorder, known, self._take_given, (function, args, kwargs))
                 result = self.noted.unnoted(function, *args, **kwargs)
@@ -286,7 +288,7 @@ class RecordedParts(Parts):
             recorder.refuse(known.name, _RAISES)
             raise
         finally:
-            self._methods.__enter__()
+            self._found.__enter__()
         self._held += [result, *given]
         recorder.after_part(returned, given)
         self._drawn = len(self._draws)
@@ -297,8 +299,15 @@ class RecordedParts(Parts):
         try:
             return take(known, *given)
         except CaptureRefused as refusal:
+            known.refused = True
             recorder.refuse(known.name, Reason(f"is an eager part that {refusal}", OUTSIDE))
             return []
+
+    def met(self, hazard: Hazard) -> None:
+        """See `recorder.Parts`."""
+        if not (self.made and self.made[-1].refused):  # that is told of the part, and not of where it is called
+            around = self.noted.functions_around(sys._getframe(1))
+            self.noted.notes.touched.setdefault(str(hazard), set()).add(around)
 
     def _differs(self) -> str | None:
         """What the call before has read and this one would find otherwise, in words."""
@@ -598,7 +607,7 @@ class EagerParts(Parts):
         graph: the `StepGraph`.
         call: that is captured; given: the static tensors in the place of its arguments.
         owned: the leaf tensors that may collect gradients.
-        memory, ends, methods: what is in place of gradients, parameters and methods while it captures.
+        memory, ends, found: what is in place of gradients, parameters and functions while it captures.
 
     Attributes:
         graph, made: the graph, and its parts in order.
@@ -612,10 +621,10 @@ class EagerParts(Parts):
         owned: list[Tensor],
         memory: as_memory,
         ends: Any,
-        methods: AbstractContextManager,
+        found: AbstractContextManager,
     ) -> None:
         self.graph, self._call, self._given, self._owned = graph, call, given, owned
-        self._memory, self._ends, self._methods = memory, ends, methods
+        self._memory, self._ends, self._found = memory, ends, found
         self.made: list[EagerPart] = []
         self._trail = Trail()
         self._loans: dict[int, _Loan] = {}
@@ -664,7 +673,7 @@ class EagerParts(Parts):
             made.gradients = left_behind(self._owned, self._since, self._given, recorder.made, self.graph.entry)
             self._ends.stand_back()
             self._bind(self._carried)
-            self._methods.__exit__(None, None, None)
+            self._found.__exit__(None, None, None)
             try:
                 self._run(made, self._call.leaves)
                 self._since, self._put_back = made.left, self._present()
@@ -676,7 +685,7 @@ class EagerParts(Parts):
         self._own.update((id(tensor), (tensor, own)) for tensor, own in zip(tensors, made.results, strict=True))
         self._loans.update((address(own.memory), own.loan) for own in made.results)
         increment_version([tensor for tensor, own in self._own.values() if id(own) in made.wrote])
-        self._methods.__enter__()
+        self._found.__enter__()
         self._bind(self._given[len(self._call.leaves) :])
         self._ends.stand_in()
         self._memory.__enter__()
@@ -902,7 +911,7 @@ class EagerParts(Parts):
                     if isinstance(source, _Own):
                         source.made = tensor
                 if made is last:
-                    methods.__exit__(None, None, None)
+                    found.__exit__(None, None, None)
                     bring_back()
                     entered.close()
                     if group.modes() != last.modes_after:
@@ -919,7 +928,7 @@ class EagerParts(Parts):
             return made.outcome[0]
 
         fast = FastForward(call.leaves, group.gpu, graph.recording.script, self._trail, self._lend, part_again)
-        methods = graph.context.methods.in_place()
+        found = graph.context.found.in_place()
         entered = ExitStack()
         try:
             entered.enter_context(_in_modes(graph.entry.signature.modes, group.modes(), group.backend.device_type))
@@ -933,7 +942,7 @@ class EagerParts(Parts):
                     parameter.grad = fast.wrong(torch.empty_like(parameter)) if where else None
                 _give(parameter, state)
             unthreaded = torch.autograd.set_multithreading_enabled(False)
-            result = within(no_garbage_collection(), unthreaded, methods, fast, call=call)
+            result = within(no_garbage_collection(), unthreaded, found, fast, call=call)
             if not fast.arrived:
                 raise CaptureRefused("its code does not come there again")
             return result

@@ -1,171 +1,158 @@
-"""Finds the methods that a graph cannot repeat, an optimizer's `step` for one, and makes eager parts of their calls."""
+"""Finds functions that a graph cannot repeat, an optimizer's `step` for one, and makes eager parts of their calls."""
 
 from __future__ import annotations
 
-import functools
+import inspect
 import sys
-import types
-from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import weakref
+from collections.abc import Iterable
+from types import CodeType, FunctionType
 from typing import Any
 
-from graphmod.guards.changes import SCHEDULERS, all_changes
-from graphmod.guards.notes import STANDS_FOR, Notes
-from graphmod.guards.values import dict_of
-from graphmod.reads.frames import noting
+from graphmod.guards.changes import Change
+from graphmod.guards.notes import UNGUARDED
 from graphmod.step.eager_parts import RecordedParts
 from graphmod.torch_private import beside_dynamo
 from graphmod.trace import dispatch
-from graphmod.trace.dispatch import hidden
 from graphmod.trace.recorder import Recorder
-from graphmod.trace.untraced import untraced
 
-_JOINED = ("zero_grad",)  # an eager part where others of its object are, and it comes after one
+_MOST_CALLS = 12  # that are recorded to find parts, until one shows that they do
 
 
-class Methods:
-    """The methods that one callable calls and that become eager parts although nobody has marked them: an optimizer's
-    `step`, an average's `update`.
+class FoundParts:
+    """The functions that one callable calls and that become eager parts although nobody has marked them: an optimizer's
+    `step`, the `update` of an average, a callback.
 
-    A recorded call that is refused shows which such methods ran. In the next, what a graph cannot repeat is counted
-    before and after each. If nothing is left but what some of them do, those are eager parts from then on. Each of
+    A recorded call that is refused shows in which functions it does what a graph cannot repeat: operations, and all
+    that comes upon what the call changes. The outermost of each that no backward runs in is to be an eager part, and
+    the next call is recorded with such parts. Where one cannot be, the next function inside takes its place. Each of
     these calls is one of the user's, like any other.
 
     Attributes:
-        refused: why the first call was refused.
-        found: those that are eager parts, by name.
+        wanted: whether any are looked for.
+        refused: why the first call was refused; or what keeps the call eager whatever is a part.
 
     Args:
         wanted: whether there are to be any.
     """
 
     def __init__(self, wanted: bool = False) -> None:
-        self._gave_up = not wanted
+        self.wanted = wanted
         self.refused = ""
-        self.found: list[str] = []
-        self._methods: list[tuple[Any, str]] = []
-        # What a graph cannot repeat and each did, outside of other such methods that it calls; see `_causes`.
-        self._tried: dict[tuple[int, str], Counter] | None = None
-        self._inside: Counter = Counter()  # what those have done that the one under way has called so far
-        self._most: set[tuple[int, str]] = set()  # in which a backward ran, so that they are most of the call
+        self._around: set[tuple[weakref.ref[FunctionType], ...]] = set()  # functions, the outermost first
+        self._unfit: weakref.WeakSet[FunctionType] = weakref.WeakSet()
+        self._parts: weakref.WeakSet[FunctionType] = weakref.WeakSet()
+        self._calls = 0
 
-    def learn(self, recorder: Recorder, refused: str) -> bool:
-        """Takes in a recorded call that was refused. Returns whether the next may do better."""
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def learn(self, recorder: Recorder, changes: Iterable[Change], refused: str) -> bool:
+        """Takes in a recorded call that was refused, and what it changed. Returns whether the next may do better."""
         parts = recorder.parts
         assert isinstance(parts, RecordedParts), "it was recorded"
-        noted = parts.noted
-        if self._gave_up:
+        if not self.wanted:
             return False
-        if self.found:  # what comes after them is no better
-            self.give_up()
-        elif self._tried is None:
-            self._methods, self._tried = noted.methods, {}
-            self._gave_up = not self._methods
-            self.refused = refused if self._methods else ""
-        else:
-            tried, self._tried = {key: causes for key, causes in self._tried.items() if causes}, None
-            if _causes(recorder, noted.notes) - sum(tried.values(), Counter()) or self._most & tried.keys():
-                tried = {}
-            # What one method keeps, the others of its object use; and a rate that changes would be another graph.
-            owners = {id(owner) for owner, _ in self._of(tried)}
-            owners |= {id(one.optimizer) for one, _ in self._of(tried) if isinstance(one, SCHEDULERS)}
-            for owner, name in self._methods:
-                if id(owner) in owners:
-                    tried.setdefault((id(owner), name), Counter())
-            self._methods = self._of(tried)
-            self.found = [f"{type(owner).__name__}.{name}" for owner, name in self._methods if name not in _JOINED]
-            self._gave_up = not self.found
-        return not self._gave_up
+        changed = {change.place: str(change) for change in changes}
+        self._unfit |= parts.noted.with_backward
+        self._unfit |= (one.function for one in parts.made if one.refused and isinstance(one.function, FunctionType))
+        keeps = ""
+        for what, around in parts.noted.notes.touched.items():
+            if what in changed or isinstance(what, str):
+                self._around |= {tuple(map(weakref.ref, functions or ())) for functions in around}
+                if not all(functions and not self._unfit.issuperset(functions) for functions in around):
+                    keeps = keeps or changed.get(what, what)
+        self._calls += 1
+        before, self._parts = self._parts, weakref.WeakSet(filter(None, map(self._outermost, self._around)))
+        self.wanted = not keeps and not self._parts <= before and self._calls <= _MOST_CALLS
+        self.refused = keeps or (self.refused or refused if self.wanted else refused)
+        if not self.wanted:
+            self._parts.clear()
+        return self.wanted
+
+    def succeeded(self) -> None:
+        """Takes in that a recorded call was not refused."""
+        self._calls = 0
 
     def give_up(self) -> None:
-        """Takes in that something was compiled, once more where methods were in place: that is what it stands on."""
-        if self._methods:
-            self._gave_up, self._methods, self.found = True, [], []
+        """Takes in that something was compiled, once more where parts were in place: that is what it stands on."""
+        if self._parts:
+            self.wanted = False
+            self._parts.clear()
 
-    def _of(self, tried: dict[tuple[int, str], Counter]) -> list[tuple[Any, str]]:
-        return [(owner, name) for owner, name in self._methods if (id(owner), name) in tried]
+    def _outermost(self, around: tuple[weakref.ref[FunctionType], ...]) -> FunctionType | None:
+        there = (function() for function in around)
+        return next((one for one in there if one is not None and one not in self._unfit), None)
 
-    def in_place(self, noted: noting | None = None) -> AbstractContextManager:
-        """Inside, calls of these methods come here, as far as somebody records them.
+    def in_place(self) -> _InPlace:
+        """Inside, calls of these functions are eager parts, as far as somebody records them."""
+        return _InPlace([*map(_StandIn, self._parts)])
 
-        Args:
-            noted: what notes what the call reads, if it does.
-        """
-        owners: dict[tuple[int, str], tuple[Any, set[int]]] = {}
-        for owner, name in self._methods:
-            holders = (owner, *type(owner).__mro__)
-            holder = next(one for one in holders if name in (dict_of(one) or getattr(one, "__dict__", ())))
-            owners.setdefault((id(holder), name), (holder, set()))[1].add(id(owner))
-        return _InPlace(
-            [(one, name, self._stand_in(one, name, those, noted)) for (_, name), (one, those) in owners.items()]
+
+class _StandIn:
+    """Is called in the place of a function, by whatever way code comes to that: the function has other code.
+
+    Attributes:
+        code: its own.
+    """
+
+    def __init__(self, function: FunctionType) -> None:
+        self._function, self.code = function, function.__code__
+        while self.code.co_name == UNGUARDED:  # another thread records, too
+            self.code = next(one for one in self.code.co_consts if isinstance(one, _StandIn)).code
+        constants = tuple(self if one == _MARK else one for one in _calls_stand_in.co_consts)
+        self._instead = _calls_stand_in.replace(
+            co_name=UNGUARDED, co_consts=constants, co_freevars=self.code.co_freevars
         )
 
-    def _stand_in(self, holder: Any, name: str, owners: set[int], noted: noting | None) -> Callable:
-        found = vars(holder)[name]
-        function = getattr(found, STANDS_FOR, found)  # another thread may record, too
+    @beside_dynamo
+    def call(self, args: tuple, kwargs: dict) -> Any:
+        """Calls the function, as an eager part or as it is."""
+        recorder: Any = dispatch.current()
+        function = self._function
+        if isinstance(recorder, Recorder):
+            return recorder.eager_part(function, args, kwargs, sys._getframe(1), _name_of(function, args))
+        as_it_is = FunctionType(
+            self.code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+        )
+        as_it_is.__kwdefaults__ = function.__kwdefaults__
+        return as_it_is(*args, **kwargs)
 
-        @functools.wraps(function)
-        @beside_dynamo
-        def call(*args: Any, **kwargs: Any) -> Any:
-            recorder: Any = dispatch.current()
-            owner = args[0] if isinstance(holder, type) else holder
-            if not isinstance(recorder, Recorder) or id(owner) not in owners:
-                return function(*args, **kwargs)
-            if name in _JOINED and not recorder.had_part:
-                return function(*args, **kwargs)
-            method, given = (types.MethodType(function, owner), args[1:]) if owner is not holder else (function, args)
-            if self._tried is not None and noted is not None:
-                return self._try((id(owner), name), recorder, noted, method, given, kwargs)
-            return recorder.eager_part(method, given, kwargs, sys._getframe(), f"{type(owner).__name__}.{name}")
+    def put(self) -> None:
+        self._function.__code__ = self._instead
 
-        setattr(call, STANDS_FOR, function)
-        return call
-
-    def _try(
-        self, key: tuple[int, str], recorder: Recorder, noted: noting, method: Callable, args: tuple, kwargs: dict
-    ) -> Any:
-        before, begin = untraced(_causes, recorder, noted.notes), len(recorder.trace)
-        outside, self._inside = self._inside, Counter()
-        try:
-            return method(*args, **kwargs)
-        finally:
-            new = untraced(_causes, recorder, noted.notes) - before
-            assert self._tried is not None, "so it is tried"
-            self._tried[key] = self._tried.get(key, Counter()) + (new - self._inside)
-            self._most |= {key} if any(step.code is None for step in recorder.trace[begin:]) else set()
-            self._inside = outside + new
+    def take_away(self) -> None:
+        if self._function.__code__ is self._instead:
+            self._function.__code__ = self.code
 
 
-def _causes(recorder: Recorder, notes: Notes) -> Counter:
-    """All that a graph cannot repeat of a recorded call, so far, without values, which come and go."""
-    with hidden():
-        return Counter([*map(str, recorder.hazards), *(change[1:] for change in all_changes(notes))])
+_MARK = "the stand-in"
+
+
+def _template(*args: Any, **kwargs: Any) -> Any:
+    return "the stand-in".call(args, kwargs)  # type: ignore[attr-defined]
+
+
+_calls_stand_in: CodeType = _template.__code__
+
+
+def _name_of(function: FunctionType, args: tuple) -> str:
+    """What a function is called in messages; a method by the class of its object."""
+    name, qualified = function.__name__, function.__qualname__.rpartition("<locals>.")[2]
+    is_method = bool(args) and inspect.getattr_static(type(args[0]), name, None) is not None
+    return f"{type(args[0]).__name__}.{name}" if is_method and "." in qualified else qualified
 
 
 class _InPlace:
-    """Inside, classes have other methods, and objects, where these have one of their own: what is in an object, its
-    own code may copy, pickle or count.
+    """Inside, functions have the code of their stand-ins."""
 
-    Args:
-        methods: `(class or object, name, method)` of each.
-    """
-
-    def __init__(self, methods: list[tuple[Any, str, Callable]]) -> None:
-        self._methods = methods
+    def __init__(self, stand_ins: list[_StandIn]) -> None:
+        self._stand_ins = stand_ins
 
     def __enter__(self) -> None:
-        for holder, name, stand_in in self._methods:
-            _put(holder, name, stand_in)
+        for one in self._stand_ins:
+            one.put()
 
     def __exit__(self, *_: object) -> None:
-        for holder, name, stand_in in self._methods:
-            if vars(holder).get(name) is stand_in:
-                _put(holder, name, getattr(stand_in, STANDS_FOR))
-
-
-def _put(holder: Any, name: str, method: Callable) -> None:
-    if isinstance(holder, type):
-        type.__setattr__(holder, name, method)
-    else:
-        vars(holder)[name] = method
+        for one in self._stand_ins:
+            one.take_away()

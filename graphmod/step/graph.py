@@ -140,12 +140,12 @@ class StepGraph:
 
         def capture(undo: Undo) -> Any:
             memory, ends = as_memory(owned), own_ends(self, identities)
-            methods = context.methods.in_place() if recording.parts else nullcontext()
+            found = context.found.in_place() if recording.parts else nullcontext()
             if recording.parts:
-                self.parts = EagerParts(self, call, given, owned, memory, ends, methods)
+                self.parts = EagerParts(self, call, given, owned, memory, ends, found)
             undo.enter(memory)
             undo.enter(ends)
-            undo.enter(methods)
+            undo.enter(found)
             for place, static in zip(guards.carried, given[len(call.leaves) :], strict=True):
                 put(place.container, place.note, static)
             undo.keep_modes()

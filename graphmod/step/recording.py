@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmod.guards.changes import imports, what_changed
+from graphmod.guards.changes import all_changes, imports, what_changed
 from graphmod.guards.guards import Guards
 from graphmod.guards.notes import Notes
 from graphmod.reads.frames import noting
 from graphmod.signature.call import Call, Flat, Given
 from graphmod.step.eager_parts import RecordedPart, RecordedParts
-from graphmod.step.found_parts import Methods
+from graphmod.step.found_parts import FoundParts
 from graphmod.step.results import bind, not_to_be_made_again, outline, resolved
 from graphmod.torch_private import (
     any_autocast,
@@ -106,18 +106,18 @@ class Recording:
 
 
 def record(
-    call: Call, gpu: int | None, *roots: Any, methods: Methods | None = None, follows: bool = False
+    call: Call, gpu: int | None, *roots: Any, found: FoundParts | None = None, follows: bool = False
 ) -> Recording:
     """Makes a call and watches it; returns what was seen.
 
     Args:
         gpu: index of the GPU that it works on; None on the CPU.
         roots: what it works on besides its arguments.
-        methods: those that are eager parts, or may become some.
+        found: the functions that are eager parts, or may become some.
         follows: see `Recorder`.
     """
     began, compiled = time.perf_counter(), frames_compiled()
-    recorder, notes, given = record_reads(call, gpu, *roots, methods=methods, follows=follows)
+    recorder, notes, given = record_reads(call, gpu, *roots, found=found, follows=follows)
     refused = str(recorder.hazards[0]) if recorder.hazards else None
     refused = refused or (BACKWARD_OUTSIDE if recorder.unfinished else None)
     refused = refused or given.changed() or given.returned(call.result)
@@ -151,12 +151,14 @@ def record(
         parts=parts.made,
         differentiable=any(tensor.requires_grad for tensor in call.result.leaves),
     )
-    if methods is not None and made.settles:
-        methods.give_up()
+    if found is not None and made.settles:
+        found.give_up()
     elif made.refused is not None and recorder.reads_on_host:
         made.follow = made.judged_again = True
-    elif methods is not None and made.refused is not None and not made.differentiable:
-        made.judged_again = methods.learn(recorder, made.refused)
+    elif found is not None and made.refused is not None and not made.differentiable:
+        made.judged_again = found.learn(recorder, all_changes(notes, bound), made.refused)
+    elif found is not None and made.refused is None:
+        found.succeeded()
     return made
 
 
@@ -197,16 +199,16 @@ def record_reads(
     gpu: int | None,
     *roots: Any,
     before_collective: Callable | None = None,
-    methods: Methods | None = None,
+    found: FoundParts | None = None,
     follows: bool = False,
     earlier: tuple[Guards | None, list[RecordedPart]] = (None, []),
 ) -> tuple[Recorder, Notes, Given]:
     """Makes a call; returns all that recorded it, what its Python read too, before anything is made of that. See
     `record`, `Recorder` for `before_collective`, and `RecordedParts` for `earlier`."""
-    methods = Methods() if methods is None else methods
+    found = FoundParts() if found is None else found
     given, draws = Given(call), HostDraws(gpu is not None)
-    notes = noting(call.function, call.args, call.kwargs, *roots, host_draws=draws)
-    in_place = methods.in_place(notes)
+    notes = noting(call.function, call.args, call.kwargs, *roots, host_draws=draws, places=found.wanted)
+    in_place = found.in_place()
     parts = RecordedParts(call, notes, draws, in_place, earlier)
     recorder = Recorder(
         call.leaves, gpu=gpu, before_collective=before_collective, host_draws=draws, parts=parts, follows=follows

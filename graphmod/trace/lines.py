@@ -20,7 +20,8 @@ _LOGGING = str(Path(logging.__file__).parent)  # which formats what it is given:
 _PLUMBING = (f"{TORCH}_", f"{TORCH}nn/modules/module.py", f"{TORCH}utils/_", f"{TORCH}autograd/", CORE, _LOGGING)
 _COMMANDS = (f"{CORE}cli{os.sep}", f"{CORE}check{os.sep}cli.py")  # beyond which no code is the user's
 _TOLD = ("library", "user")  # kinds of files whose lines say where something was
-_ENGINE = "_engine_run_backward"
+ENGINE = "_engine_run_backward"
+"""The name of the function by which Python code of torch's runs a backward."""
 _WRAPPED = (f"{TORCH}optim/optimizer.py", f"{TORCH}optim/lr_scheduler.py")
 
 
@@ -116,7 +117,7 @@ def lines() -> Lines:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if backward and code.co_name == _ENGINE:
+        if backward and code.co_name == ENGINE:
             break  # beyond it is who called backward()
         kind = _kind(code.co_filename)
         if kind == "command":

@@ -114,6 +114,9 @@ class Parts:
             name: of a method that nobody has marked; else "".
         """
 
+    def met(self, hazard: Hazard) -> None:
+        """The call does, here, what a graph cannot repeat."""
+
     def after(self, index: int, op: Any, args: tuple, kwargs: dict, result: Any, fresh: list[Tensor]) -> None:
         """An operation of a capture has run; for `index` see `Recorder.number_of`, for the others `Graph.after`."""
 
@@ -279,9 +282,7 @@ class Recorder:
         self.mask_saved: Hazard | None = None
         self._host_reads: HostReads | None = None
         if follows and host_draws is not None:
-            self._host_reads = host_draws.given = HostReads(
-                self._given, self._origins, self.written, self.hazards.append
-            )
+            self._host_reads = host_draws.given = HostReads(self._given, self._origins, self.written, self._take_hazard)
         self._sizes: dict[int, tuple[torch.UntypedStorage, int]] = {}  # storages that were resized, and theirs before
         self._after: list[Callable] = []
         self._depth, self._undo = 0, Undo()
@@ -317,7 +318,12 @@ class Recorder:
 
     def refuse(self, operation: str, reason: Reason) -> None:
         """Takes in that the call does what a graph cannot repeat."""
-        self.hazards.append(hazard(operation, lines(), reason, self.on_gpu))
+        self._take_hazard(hazard(operation, lines(), reason, self.on_gpu))
+
+    def _take_hazard(self, hazard: Hazard) -> None:
+        self.hazards.append(hazard)
+        if self.parts is not None:
+            self.parts.met(hazard)
 
     def number_of(self, op: Any) -> int:
         """What the operation under way counts as: its index in the trace, or, of those in `lifted`, one below 0."""
