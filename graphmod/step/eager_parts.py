@@ -216,6 +216,7 @@ class RecordedPart:
         returned: the outline of what it returned; None where nobody uses that.
         goes_on, backward: whether operations come after it, and a backward.
         refused: whether no replay could call it so, or use what it gives.
+        late: whether it is called after code that changes what no replay changes, or not before its end.
     """
 
     function: Callable
@@ -228,6 +229,7 @@ class RecordedPart:
     goes_on: bool = False
     backward: bool = False
     refused: bool = False
+    late: bool = False
 
     def form_of(self, given: tuple) -> _Form:
         """What a later call of the function, of these arguments, is made of."""
@@ -299,13 +301,14 @@ class RecordedParts(Parts):
         try:
             return take(known, *given)
         except CaptureRefused as refusal:
-            known.refused = True
+            known.refused = not known.late
             recorder.refuse(known.name, Reason(f"is an eager part that {refusal}", OUTSIDE))
             return []
 
     def met(self, hazard: Hazard) -> None:
         """See `recorder.Parts`."""
-        if not (self.made and self.made[-1].refused):  # that is told of the part, and not of where it is called
+        last = self.made[-1] if self.made else None
+        if last is None or not (last.refused or last.late):  # told of the part itself, not of where it is called
             around = self.noted.functions_around(sys._getframe(1))
             self.noted.notes.touched.setdefault(str(hazard), set()).add(around)
 
@@ -321,6 +324,7 @@ class RecordedParts(Parts):
             )
         changed = what_changed(self.noted.notes)
         if changed is not None:  # and a replay would not
+            known.late = True
             raise CaptureRefused(f"comes after code that {changed}")
         form = _Form(value, functools.partial(self._is_old, known))
         known.given = form.outline

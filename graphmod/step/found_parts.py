@@ -9,13 +9,14 @@ from collections.abc import Iterable
 from types import CodeType, FunctionType
 from typing import Any
 
-from graphmod.guards.changes import Change
-from graphmod.guards.notes import UNGUARDED
+from graphmod.guards.changes import all_changes
+from graphmod.guards.notes import UNGUARDED, Note
 from graphmod.step.eager_parts import RecordedParts
 from graphmod.torch_private import beside_dynamo
 from graphmod.trace import dispatch
 from graphmod.trace.recorder import Recorder
 
+_Functions = tuple[FunctionType, ...] | None
 _MOST_CALLS = 12  # that are recorded to find parts, until one shows that they do
 
 
@@ -47,25 +48,29 @@ class FoundParts:
     def __bool__(self) -> bool:
         return bool(self._parts)
 
-    def learn(self, recorder: Recorder, changes: Iterable[Change], refused: str) -> bool:
-        """Takes in a recorded call that was refused, and what it changed. Returns whether the next may do better."""
+    def learn(self, recorder: Recorder, bound: Iterable[Note], refused: str) -> bool:
+        """Takes in a recorded call that was refused, and what it binds anew. Returns whether the next may do better."""
         parts = recorder.parts
         assert isinstance(parts, RecordedParts), "it was recorded"
         if not self.wanted:
             return False
-        changed = {change.place: str(change) for change in changes}
+        touched = parts.noted.notes.touched
+        changed = {change.place: str(change) for change in all_changes(parts.noted.notes)}
+        free = set() if any(one.late for one in parts.made) else {note.place for note in bound}
         self._unfit |= parts.noted.with_backward
         self._unfit |= (one.function for one in parts.made if one.refused and isinstance(one.function, FunctionType))
-        keeps = ""
-        for what, around in parts.noted.notes.touched.items():
-            if what in changed or isinstance(what, str):
-                self._around |= {tuple(map(weakref.ref, functions or ())) for functions in around}
-                if not all(functions and not self._unfit.issuperset(functions) for functions in around):
-                    keeps = keeps or changed.get(what, what)
+        causes = {what for what in touched if isinstance(what, str) or what in changed.keys() - free}
+        before, self._parts = self._parts, self._choose(touched[what] for what in causes)
+        # What else a part binds, it binds at each replay, so that all who read it are to be parts, too.
+        while more := {what for what in free & touched.keys() - causes if self._in_parts(touched[what])}:
+            causes |= more
+            self._parts = self._choose(touched[what] for what in more)
+        fits = {what: all(map(self._outermost, touched[what])) for what in causes}
+        keeps = next((changed.get(what) or str(what) for what in touched if not fits.get(what, True)), "")
         self._calls += 1
-        before, self._parts = self._parts, weakref.WeakSet(filter(None, map(self._outermost, self._around)))
         self.wanted = not keeps and not self._parts <= before and self._calls <= _MOST_CALLS
-        self.refused = keeps or (self.refused or refused if self.wanted else refused)
+        in_vain = any(one.refused and one.given for one in parts.made)  # what it returns, nobody would write otherwise
+        self.refused = keeps or (self.refused or refused if self.wanted or in_vain else refused)
         if not self.wanted:
             self._parts.clear()
         return self.wanted
@@ -80,9 +85,18 @@ class FoundParts:
             self.wanted = False
             self._parts.clear()
 
-    def _outermost(self, around: tuple[weakref.ref[FunctionType], ...]) -> FunctionType | None:
-        there = (function() for function in around)
-        return next((one for one in there if one is not None and one not in self._unfit), None)
+    def _choose(self, touched: Iterable[set[_Functions]]) -> weakref.WeakSet[FunctionType]:
+        """The functions that are to be parts, with those in which something more was touched."""
+        for arounds in touched:
+            self._around |= {tuple(map(weakref.ref, functions or ())) for functions in arounds}
+        there = ([function() for function in functions] for functions in self._around)
+        return weakref.WeakSet(filter(None, map(self._outermost, there)))
+
+    def _outermost(self, functions: Iterable[FunctionType | None] | None) -> FunctionType | None:
+        return next((one for one in functions or () if one is not None and one not in self._unfit), None)
+
+    def _in_parts(self, arounds: set[_Functions]) -> bool:
+        return any(one in self._parts for functions in arounds for one in functions or ())
 
     def in_place(self) -> _InPlace:
         """Inside, calls of these functions are eager parts, as far as somebody records them."""

@@ -1985,6 +1985,46 @@ def test_a_rate_that_a_class_of_the_users_sets_is_found_with_the_optimizer(devic
     assert found(make, device, optimizer=sgd).stats.eager_parts % 2 == 0
 
 
+@pytest.mark.parametrize("reads", ["a function", "the step"])
+def test_who_reads_what_a_part_binds_anew_is_a_part_too(reads, device):
+    class Climber:
+        """Goes uphill and back."""
+
+        def __init__(self, model):
+            self.parameters, self.count, self.before = list(model.parameters()), 0, []
+
+        @torch.no_grad()
+        def climb(self):
+            self.count += 1
+            self.before = [parameter.clone() for parameter in self.parameters]
+            for parameter in self.parameters:
+                parameter.add_(parameter.grad, alpha=0.1 / self.count)
+                parameter.grad = None
+
+        @torch.no_grad()
+        def go_back(self):
+            for parameter, before in zip(self.parameters, self.before, strict=True):
+                parameter.copy_(before)
+
+    def make(s):
+        def step(x):
+            loss_of(s.model(x)).backward()
+            s.climber.climb()
+            loss = loss_of(s.model(x))
+            loss.backward()
+            s.climber.go_back()
+            s.optimizer.step()
+            s.optimizer.zero_grad()
+            return loss.detach() * (s.climber.before[1].sum() if reads == "the step" else 1)
+
+        return step
+
+    if reads == "a function":
+        found(make, device, optimizer=sgd, climber=Climber)
+    else:
+        refused(make, device, "changes 'before'", optimizer=sgd, climber=Climber)
+
+
 @pytest.mark.parametrize("name", ["counting", "RAdam"])
 def test_another_optimizer_is_found_as_the_first_was(name, device):
     def make(s):
