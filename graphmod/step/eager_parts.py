@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from graphmod.errors import CaptureRefused, Diverged, EagerPartFailed
+from graphmod.errors import BackwardUnavailable, CaptureRefused, Diverged, EagerPartFailed
 from graphmod.errors import reason as reason_of
 from graphmod.guards.changes import what_changed
 from graphmod.guards.guards import Guards, put
@@ -148,7 +148,9 @@ class _Form(pickle.Pickler):
     @property
     def outline(self) -> tuple:
         """What must be the same in each call."""
-        return self.content, [(one.size(), one.stride(), one.dtype, one.device) for one in self.tensors]
+        return self.content, [
+            (one.size(), one.stride(), one.dtype, one.device, one.requires_grad) for one in self.tensors
+        ]
 
     def around(self, tensors: list[Tensor]) -> Any:
         """The like of the value around other tensors."""
@@ -208,7 +210,7 @@ class RecordedPart:
     """What a recorded call showed of an eager part.
 
     Attributes:
-        function: what is called.
+        function: what is called; found: whether nobody has marked it, and no backward runs in it.
         name, where: of the function, and where it is called.
         index: how many operations come before it.
         given: the outline of the function and what it is given.
@@ -220,6 +222,7 @@ class RecordedPart:
     """
 
     function: Callable
+    found: bool
     name: str
     where: str
     index: int
@@ -271,6 +274,7 @@ class RecordedParts(Parts):
         self._is_as_then = False
         self._drawn = 0
         self._held: list[Any] = []  # so that nothing else comes to lie where these do
+        self._histories: list[tuple[Tensor, tuple]] = []  # of tensors that the part under way is given
         self._beside = _beside()
         self.made: list[RecordedPart] = []
 
@@ -278,7 +282,7 @@ class RecordedParts(Parts):
         """See `recorder.Parts`."""
         caller: Any = frame.f_back
         where = location(caller.f_code, caller.f_lineno)
-        known = RecordedPart(function, name or _name_of(function), where, len(recorder.trace))
+        known = RecordedPart(function, bool(name), name or _name_of(function), where, len(recorder.trace))
         self.made.append(known)
         try:
             self._found.__exit__(None, None, None)
@@ -328,14 +332,19 @@ class RecordedParts(Parts):
             raise CaptureRefused(f"comes after code that {changed}")
         form = _Form(value, functools.partial(self._is_old, known))
         known.given = form.outline
-        if any(tensor.requires_grad and not self.noted.is_old(tensor) for tensor in form.tensors):
+        made = [one for one in form.tensors if one.requires_grad and not self.noted.is_old(one)]
+        if made and not known.found:
             raise CaptureRefused("is given a tensor that requires grad; pass it detached")
+        self._histories = [(one, _history(one)) for one in made]
         return [tensor.detach() for tensor in form.tensors]  # and not itself: autograd counts who holds gradients
 
     def _take_returned(self, known: RecordedPart, result: Any, given: list[Tensor], is_used: bool) -> list[Tensor]:
         changed = self._differs() if self._is_as_then else None
         if changed is not None:
             raise CaptureRefused(f"changes what code after it reads: {changed}")
+        histories, self._histories = self._histories, []
+        if any(_history(tensor) != before for tensor, before in histories):
+            raise CaptureRefused("hooks a tensor that it is given, or changes its history")
         if not is_used:
             return []
         form = _returned(result)
@@ -464,23 +473,54 @@ class _Own:
     Attributes:
         memory: the tensor.
         loan: the memory in which it lies.
-        made: what eager code has in its place in the call under way.
+        made: what eager code has in its place in the call under way; history: what its history was to begin with.
     """
 
     def __init__(self, loan: _Loan, like: Tensor) -> None:
-        self.loan, self.memory = loan, like.detach()
+        self.loan, self.memory, self._has_history = loan, like.detach(), like.requires_grad
         self.made: Tensor | None = None
+        self.history: tuple = ()
 
     def __call__(self, _: list[Tensor]) -> Tensor:
-        if self.made is None:
-            like, loan = self.memory, self.loan
-            with torch.inference_mode(like.is_inference()), torch.no_grad():
-                loan.lent = loan.memory.clone() if loan.lent is None else loan.lent
-                made = torch.empty(0, dtype=like.dtype, device=like.device)
-                made.set_(loan.lent.untyped_storage(), like.storage_offset(), like.size(), like.stride())
-                made = conjugated(made) if like.is_conj() else made
-                self.made = negated(made) if like.is_neg() else made
+        if self.made is None and self._has_history:
+            with torch.enable_grad():
+                self.made = _Ended.apply(torch.empty(0, requires_grad=True), self._make)
+        elif self.made is None:
+            self.made = self._make()
+        self.history = _history(self.made)
         return self.made
+
+    def _make(self) -> Tensor:
+        like, loan = self.memory, self.loan
+        with torch.inference_mode(like.is_inference()), torch.no_grad():
+            loan.lent = loan.memory.clone() if loan.lent is None else loan.lent
+            made = torch.empty(0, dtype=like.dtype, device=like.device)
+            made.set_(loan.lent.untyped_storage(), like.storage_offset(), like.size(), like.stride())
+            made = conjugated(made) if like.is_conj() else made
+            return negated(made) if like.is_neg() else made
+
+
+class _Ended(torch.autograd.Function):
+    """Makes a tensor with a history, as that of a replayed graph is for eager code: it is there, and leads nowhere."""
+
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, make: Callable[[], Tensor]) -> Tensor:
+        return make()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise BackwardUnavailable(_ENDED)
+
+
+_ENDED = (
+    "a function that is called between two graphs, as an eager part, runs a backward from a tensor that it was given, "
+    "or hooks it, whose history those graphs have; call it outside of the captured call, or write eager_parts=False"
+)
+
+
+def _history(tensor: Tensor) -> tuple:
+    """What hooks, and operations in place, would change of a tensor's history."""
+    return tensor.grad_fn, tensor.retains_grad, [*(tensor._backward_hooks or ())]
 
 
 @dataclass(eq=False)
@@ -739,7 +779,7 @@ class EagerParts(Parts):
                 found.append(operator.itemgetter(places[id(tensor)]))
             elif id(tensor) in held:
                 found.append(lambda _, tensor=tensor: tensor)
-            elif tensor.requires_grad:
+            elif tensor.requires_grad and not (known.found and recorder.made(where)):
                 raise CaptureRefused(f"gives the eager part {known} a tensor that requires grad; pass it detached")
             elif where in grads:
                 found.append(of_gradient(grads[where], tensor))
@@ -780,6 +820,8 @@ class EagerParts(Parts):
         with _in_modes(made.modes, graph.entry.signature.modes, group.backend.device_type):
             try:
                 made.outcome = function(*args, **kwargs), None
+                if any(own.made is not None and _history(own.made) != own.history for own in made.own):
+                    raise BackwardUnavailable(_ENDED)
             except Exception as error:  # under no other name here, whose frame it leads to
                 let_through(error)
                 made.outcome = None, error

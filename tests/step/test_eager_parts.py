@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from graphmod import CUDAGraphModule, eager, graph_layers
-from graphmod.errors import EagerPartFailed, VerificationFailed
+from graphmod.errors import BackwardUnavailable, EagerPartFailed, VerificationFailed
 from graphmod.step.eager_parts import EagerParts
 from tests.support import harness
 from tests.support.harness import Side, loss_of, mlp, play, twins
@@ -2098,6 +2098,73 @@ def test_what_the_step_does_itself_is_what_the_log_says(what, device):
         return step
 
     refused(make, device, "'count'", optimizer=counting)
+
+
+def often(what, every):
+    """A function that is given a loss, and does something with its history in some calls."""
+
+    class Often:
+        def __init__(self):
+            self.count, self.values, self.kept = 0, [], []
+
+        def __call__(self, loss):
+            self.count += 1
+            self.values.append((loss * 2).item() + self.count)
+            if self.count % every:
+                return
+            if what == "hooks":
+                loss.register_hook(lambda grad: self.kept.append(grad.sum().item()))
+            elif what == "retains":
+                loss.retain_grad()
+                self.kept.append(loss)
+            elif what == "scales":
+                loss.mul_(2)
+            elif what == "asks":
+                self.kept.append((loss.requires_grad, loss.is_leaf, loss.grad_fn is None))
+            elif what == "writes":
+                with torch.no_grad():
+                    loss.add_(1)
+            elif what == "differentiates":
+                loss.backward(retain_graph=True)
+
+    return Often()
+
+
+@pytest.mark.parametrize("every", [1, 9])
+@pytest.mark.parametrize("what", ["hooks", "retains", "scales", "asks", "writes", "differentiates"])
+def test_a_function_that_is_found_is_given_tensors_with_a_history(what, every, device):
+    """It may do with them what it likes, but for what needs that history, which is an error where it comes late."""
+
+    def make(s):
+        def step(x):
+            loss = loss_of(s.model(x))
+            s.tell(loss)
+            (loss + 0).backward()
+            s.optimizer.step()
+            s.optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    needs = what not in ("asks", "writes")
+
+    def step(side, i):
+        try:
+            result = call(side, i)
+        except BackwardUnavailable:
+            assert needs and every == 9 and i == 8
+            raise
+        kept = [one.grad if isinstance(one, torch.Tensor) else one for one in side.tell.kept]
+        side.note(
+            values=list(side.tell.values), kept=kept, weights=[p.detach().clone() for p in side.model.parameters()]
+        )
+        return result
+
+    parts = {"optimizer": sgd, "tell": lambda _: often(what, every)}
+    late = pytest.raises(BackwardUnavailable, match="write eager_parts=False") if needs and every == 9 else None
+    with late or contextlib.nullcontext():
+        side, _ = play(program(make, **parts), step, device, graph=whole, steps=14)
+        assert bool(side.graphs[0].stats.eager_parts) is not needs, side.graphs[0].last_failure
 
 
 def test_what_else_the_step_does_keeps_it_eager_and_is_what_the_log_says(device, caplog):
