@@ -138,7 +138,9 @@ class _Form(pickle.Pickler):
             return kind, (value.__func__, value.__self__)
         if kind in (slice, functools.partial, types.BuiltinMethodType) or kind in PLAIN_KINDS:
             return NotImplemented
-        raise CaptureRefused(f"is given one {kind.__name__} that the call makes, and that a replay would not make anew")
+        raise CaptureRefused(
+            f"is given, or returns, one {kind.__name__} that the call makes, and that a replay would not make anew"
+        )
 
     @property
     def has_parts(self) -> bool:
@@ -166,13 +168,14 @@ class _Made(pickle.Unpickler):
         return self._tensors[place] if place >= 0 else self._old[-1 - place]
 
 
-def _returned(value: Any) -> _Form:
-    """What a part returned, if code goes on to use it: plain values, tensors, or containers of these.
+def _returned(value: Any, is_old: Callable[[Any], bool]) -> _Form:
+    """What a part returned, if code goes on to use it: plain values, tensors, objects from before the call, or
+    containers of these.
 
     Raises:
         CaptureRefused: it is something else.
     """
-    form = _Form(value)
+    form = _Form(value, is_old)
     if type(value) in (float, complex):
         raise CaptureRefused(f"returns one {type(value).__name__} that code after it may use; make it a tensor")
     if any(tensor.requires_grad for tensor in form.tensors):
@@ -214,7 +217,7 @@ class RecordedPart:
         name, where: of the function, and where it is called.
         index: how many operations come before it.
         given: the outline of the function and what it is given.
-        old: the objects in that, by identity, which were there before the call.
+        old: the objects in that, and in what it returned, which were there before the call, by identity.
         returned: the outline of what it returned; None where nobody uses that.
         goes_on, backward: whether operations come after it, and a backward.
         refused: whether no replay could call it so, or use what it gives.
@@ -236,7 +239,11 @@ class RecordedPart:
 
     def form_of(self, given: tuple) -> _Form:
         """What a later call of the function, of these arguments, is made of."""
-        return _Form(given, lambda value: id(value) in self.old)
+        return _Form(given, self.is_old)
+
+    def is_old(self, value: Any) -> bool:
+        """Whether an object is one of `old`."""
+        return id(value) in self.old
 
     def finish(self, recorder: Recorder) -> None:
         """Takes in what the call did after it."""
@@ -347,7 +354,7 @@ class RecordedParts(Parts):
             raise CaptureRefused("hooks a tensor that it is given, or changes its history")
         if not is_used:
             return []
-        form = _returned(result)
+        form = _returned(result, functools.partial(self._is_old, known))
         known.returned = form.outline
         before = next(iter(self._made_earlier[len(self.made) - 1 :]), known)
         if before.where == known.where and before.returned not in (None, known.returned):
@@ -433,7 +440,7 @@ class VerifiedParts(Parts):
         if self._guards.moved() is not None or self._guards.changed(gradients=False) is not None:
             return False
         try:
-            return known.returned is None or _returned(result).outline == known.returned
+            return known.returned is None or _returned(result, known.is_old).outline == known.returned
         except CaptureRefused:
             return False
 
@@ -587,7 +594,7 @@ class EagerPart:
             raise CaptureRefused(f"{self.known} changes what code after it reads: {reason}")
         if self.known.returned is None:
             return None
-        returned = _returned(self.outcome[0])
+        returned = _returned(self.outcome[0], self.known.is_old)
         if returned.outline != self.known.returned or returned.has_parts:
             raise CaptureRefused(f"{self.known} {_RETURNS_OTHERS}")
         if not self.results:

@@ -115,7 +115,7 @@ class Parts:
         """
 
     def met(self, hazard: Hazard) -> None:
-        """The call does, here, what a graph cannot repeat."""
+        """The call does, here, what a graph cannot repeat, or not beside eager parts."""
 
     def after(self, index: int, op: Any, args: tuple, kwargs: dict, result: Any, fresh: list[Tensor]) -> None:
         """An operation of a capture has run; for `index` see `Recorder.number_of`, for the others `Graph.after`."""
@@ -620,6 +620,8 @@ class Recorder:
         early = self.first_write is None and not self.collectives and current_node() is None
         if self.script is None or not early or name != "_local_scalar_dense" or tensor.dtype is not torch.bool:
             return False
+        if self.parts is not None:
+            self.parts.met(hazard)
         self.script.late[len(self.trace)] = hazard
         self._late_at[address(tensor)] = tensor.detach(), hazard  # held, so that its memory stays its own
         return True

@@ -1924,6 +1924,70 @@ def test_any_function_that_does_all_that_no_graph_can_repeat_is_found(how, devic
     assert module.stats.replays == module.stats.eager_parts
 
 
+def test_a_part_may_return_an_object_that_was_there(device):
+    class Timer(Log):
+        def __enter__(self):
+            self.count += 1
+            return self
+
+        def __exit__(self, *_):
+            self.values.append(self.count)
+
+        def tick(self):
+            self.count += 1
+            return self
+
+    def make(s):
+        def step(x):
+            with s.log as log:
+                loss = loss_of(s.model(x))
+                loss.backward()
+                s.optimizer.step()
+                s.optimizer.zero_grad()
+            log.tick().push(loss)
+            return loss.detach()
+
+        return step
+
+    def step(side, i):
+        result = call(side, i)
+        side.note(values=list(side.log.values), count=side.log.count)
+        return result
+
+    assert found(make, device, step=step, optimizer=sgd, log=lambda _: Timer()).stats.eager_parts % 4 == 0
+
+
+@pytest.mark.parametrize("where", ["in a function", "in the step"])
+def test_a_check_of_a_result_beside_parts_is_one_too_if_a_function_makes_it(where, device):
+    def make(s):
+        def checks(loss):
+            if not loss.isfinite():
+                raise ValueError("not finite")
+
+        def step(x):
+            loss = loss_of(s.model(x))
+            checks(loss)
+            if where == "in the step" and not loss.isfinite():
+                raise ValueError("not finite")
+            loss.backward()
+            s.optimizer.step()
+            s.optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    def step(side, i):
+        try:
+            return side.call(side.batch(i, 4, 8) * (float("inf") if i == 7 else 1))
+        except ValueError as error:
+            return str(error)
+
+    if where == "in a function":
+        found(make, device, step=step, optimizer=counting)
+    else:
+        run(make, device, captured=False, step=step, optimizer=counting)
+
+
 def test_a_function_whose_calls_cannot_be_parts_makes_room_for_those_inside(device):
     class Net(nn.Module):
         def __init__(self, model):
