@@ -168,7 +168,7 @@ class Part:
         if (recorder.hazards or changes) and not (
             first or result.differentiable
         ):  # which may have made what others use
-            searches = self._found.learn(recorder, bound, "")
+            searches = self._found.learn(recorder, list(all_changes(notes)), bound, "")
         recorder.hazards += late_hazards(call, recorder, notes)
         before = len(self.findings)
         self._take_in(recorder, changes)

@@ -231,9 +231,9 @@ class Frames:
         missed: why something was not told.
     """
 
-    def __init__(self, notes: Notes, backward: Callable[[FrameType], None] = lambda _: None) -> None:
+    def __init__(self, notes: Notes, of_model: Callable[[FrameType], None] = lambda _: None) -> None:
         self.write_to(notes)
-        self._backward = backward  # is told of each frame that runs one
+        self._of_model = of_model  # is told of each frame that runs a backward, or a layer whose gradients are wanted
         self._muted: FrameType | None = None  # in which, and in what that calls, nothing is looked at
         self.heard = False
         self.missed = ""
@@ -276,9 +276,12 @@ class Frames:
         notes = self.notes
         written = code in self._written if self._written else False
         if code.co_name == ENGINE:
-            self._backward(frame)
+            self._of_model(frame)
         if code is _CALL:
-            notes.try_to(notes.called, events.variable(frame, "self"))
+            module = events.variable(frame, "self")
+            notes.try_to(notes.called, module)
+            if torch.is_grad_enabled() and vars(module).get("_parameters"):
+                self._of_model(frame)
         elif self._muted is not None:
             return events.NOTHING
         elif identity(code) in _walks:
@@ -348,11 +351,11 @@ class noting:
 
     Attributes:
         notes: those.
-        with_backward: the functions in which a backward ran.
+        with_model: the functions in which a backward ran, or a module with parameters and gradients.
     """
 
     def __init__(self, *roots: Any, host_draws: HostDraws | None = None, places: bool = False) -> None:
-        self.with_backward: set[FunctionType] = set()
+        self.with_model: set[FunctionType] = set()
         self._roots, self._host_draws, self._places, self._undo = roots, host_draws, places, Undo()
 
     def __enter__(self) -> Notes:
@@ -361,7 +364,7 @@ class noting:
         self._undo.then(lambda _: setattr(notes, "around", None))  # which leads here
         for root in self._roots:
             notes.try_to(notes.root, root)
-        frames = Frames(notes, lambda frame: self.with_backward.update(self.functions_around(frame.f_back) or ()))
+        frames = Frames(notes, lambda frame: self.with_model.update(self.functions_around(frame.f_back) or ()))
         self._undo.then(lambda _: setattr(notes, "unseen", frames.missed or ("" if frames.heard else NOT_TOLD)))
         self._undo.enter(frames)
         return notes

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from types import CodeType, FunctionType
 from typing import Any
 
-from graphmod.guards.changes import all_changes
+from graphmod.guards.changes import Change
 from graphmod.guards.notes import UNGUARDED, Note
 from graphmod.step.eager_parts import RecordedParts
 from graphmod.torch_private import beside_dynamo
@@ -25,9 +25,9 @@ class FoundParts:
     `step`, the `update` of an average, a callback.
 
     A recorded call that is refused shows in which functions it does what a graph cannot repeat: operations, and all
-    that comes upon what the call changes. The outermost of each that no backward runs in is to be an eager part, and
-    the next call is recorded with such parts. Where one cannot be, the next function inside takes its place. Each of
-    these calls is one of the user's, like any other.
+    that comes upon what the call changes. The outermost of each in which the model does not learn, by a forward or
+    backward, is to be an eager part, and the next call is recorded with such parts. Where one cannot be, the next
+    function inside takes its place. Each of these calls is one of the user's, like any other.
 
     Attributes:
         wanted: whether any are looked for.
@@ -38,7 +38,7 @@ class FoundParts:
     """
 
     def __init__(self, wanted: bool = False) -> None:
-        self.wanted = wanted
+        self.wanted, self._gave_up = wanted, False
         self.refused = ""
         self._around: set[tuple[weakref.ref[FunctionType], ...]] = set()  # functions, the outermost first
         self._unfit: weakref.WeakSet[FunctionType] = weakref.WeakSet()
@@ -48,16 +48,17 @@ class FoundParts:
     def __bool__(self) -> bool:
         return bool(self._parts)
 
-    def learn(self, recorder: Recorder, bound: Iterable[Note], refused: str) -> bool:
-        """Takes in a recorded call that was refused, and what it binds anew. Returns whether the next may do better."""
+    def learn(self, recorder: Recorder, changes: list[Change], bound: Iterable[Note], refused: str) -> bool:
+        """Takes in a recorded call that was refused: all that it changed, and what of that it binds anew. Returns
+        whether the next may do better."""
         parts = recorder.parts
         assert isinstance(parts, RecordedParts), "it was recorded"
         if not self.wanted:
             return False
         touched = parts.noted.notes.touched
-        changed = {change.place: str(change) for change in all_changes(parts.noted.notes)}
+        changed = {change.place: str(change) for change in changes}
         free = set() if any(one.late for one in parts.made) else {note.place for note in bound}
-        self._unfit |= parts.noted.with_backward
+        self._unfit |= parts.noted.with_model
         self._unfit |= (one.function for one in parts.made if one.refused and isinstance(one.function, FunctionType))
         causes = {what for what in touched if isinstance(what, str) or what in changed.keys() - free}
         before, self._parts = self._parts, self._choose(touched[what] for what in causes)
@@ -68,12 +69,13 @@ class FoundParts:
         fits = {what: all(map(self._outermost, touched[what])) for what in causes}
         keeps = next((changed.get(what) or str(what) for what in touched if not fits.get(what, True)), "")
         self._calls += 1
-        self.wanted = not keeps and not self._parts <= before and self._calls <= _MOST_CALLS
-        in_vain = any(one.refused and one.given for one in parts.made)  # what it returns, nobody would write otherwise
-        self.refused = keeps or (self.refused or refused if self.wanted or in_vain else refused)
-        if not self.wanted:
+        gave_up, in_vain = self._gave_up, any(one.refused and one.given for one in parts.made)  # for what it returns
+        self._gave_up = gave_up or bool(keeps) or self._parts <= before or self._calls > _MOST_CALLS
+        if keeps or (self._gave_up and not gave_up and not in_vain) or not self.refused:
+            self.refused = keeps or refused
+        if self._gave_up:
             self._parts.clear()
-        return self.wanted
+        return not self._gave_up
 
     def succeeded(self) -> None:
         """Takes in that a recorded call was not refused."""
@@ -82,7 +84,7 @@ class FoundParts:
     def give_up(self) -> None:
         """Takes in that something was compiled, once more where parts were in place: that is what it stands on."""
         if self._parts:
-            self.wanted = False
+            self._gave_up = True
             self._parts.clear()
 
     def _choose(self, touched: Iterable[set[_Functions]]) -> weakref.WeakSet[FunctionType]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmod.guards.changes import imports, what_changed
+from graphmod.guards.changes import all_changes, imports, what_changed
 from graphmod.guards.guards import Guards
 from graphmod.guards.notes import Notes
 from graphmod.reads.frames import noting
@@ -132,6 +132,7 @@ def record(
     parts = recorder.parts
     assert isinstance(parts, RecordedParts)
     refused = refused or parts.finish(recorder, bool(call.result.differentiable))
+    changes = [] if refused is None else list(all_changes(notes))  # while what was there is not gone
     guards = Guards(notes, recorder.backward, bound)
     guards.learn_arguments(call.leaves)
     assert recorder.script is not None and recorder.host_draws is not None, "whoever records has them"
@@ -156,7 +157,7 @@ def record(
     elif made.refused is not None and recorder.reads_on_host:
         made.follow = made.judged_again = True
     elif found is not None and made.refused is not None and not made.differentiable:
-        made.judged_again = found.learn(recorder, bound, made.refused)
+        made.judged_again = found.learn(recorder, changes, bound, made.refused)
     elif found is not None and made.refused is None:
         found.succeeded()
     return made

@@ -201,7 +201,7 @@ def a_scheduler_stepped_inside():
 
 @says(
     [
-        "'scaled' calls GradScaler.step, GradScaler.unscale_, GradScaler.update between its graphs",
+        "'scaled' calls GradScaler.step, GradScaler.update between its graphs",
         "# of the scaler",
         "grad_scaler.py",
         "; keep the GradScaler's step() and update() outside",
@@ -301,7 +301,9 @@ def chance_on_the_host():
     run(whole(lambda p: torch.optim.SGD(p, lr=0.1), dice)[0])
 
 
-@says(["changes the items of a list", "# keeps losses", "do that after the call"], ["'step'" + EAGER])
+@says(
+    ["'step' calls keep between its graphs", "changes the items of a list", "# keeps losses", "do that after the call"]
+)
 def losses_kept_in_a_list():
     seen = []
 
