@@ -116,16 +116,21 @@ class _StandIn:
         self._function, self.code = function, function.__code__
         while self.code.co_name == UNGUARDED:  # another thread records, too
             self.code = next(one for one in self.code.co_consts if isinstance(one, _StandIn)).code
-        constants = tuple(self if one == _MARK else one for one in _calls_stand_in.co_consts)
-        self._instead = _calls_stand_in.replace(
-            co_name=UNGUARDED, co_consts=constants, co_freevars=self.code.co_freevars
-        )
+        calls = _calls_stand_in(self.code)
+        constants = tuple(self if one == _MARK else one for one in calls.co_consts)
+        self._instead = calls.replace(co_name=UNGUARDED, co_consts=constants, co_freevars=self.code.co_freevars)
 
     @beside_dynamo
-    def call(self, args: tuple, kwargs: dict) -> Any:
-        """Calls the function, as an eager part or as it is."""
+    def call(self, given: list[Any], named: dict[str, Any]) -> Any:
+        """Calls the function, as an eager part or as it is, and leaves defaults to that."""
         recorder: Any = dispatch.current()
         function = self._function
+        defaults = list(function.__defaults__ or ())
+        while len(given) <= self.code.co_argcount and defaults and given and given[-1] is defaults[-1]:
+            del given[-1], defaults[-1]
+        by_name = function.__kwdefaults__ or {}
+        args = tuple(given)
+        kwargs = {name: value for name, value in named.items() if name not in by_name or value is not by_name[name]}
         if isinstance(recorder, Recorder):
             return recorder.eager_part(function, args, kwargs, sys._getframe(1), _name_of(function, args))
         as_it_is = FunctionType(
@@ -145,11 +150,19 @@ class _StandIn:
 _MARK = "the stand-in"
 
 
-def _template(*args: Any, **kwargs: Any) -> Any:
-    return "the stand-in".call(args, kwargs)  # type: ignore[attr-defined]
-
-
-_calls_stand_in: CodeType = _template.__code__
+def _calls_stand_in(code: CodeType) -> CodeType:
+    """Code with the parameters of other code, which others may ask for: it calls the `_StandIn` among its constants."""
+    count, names = code.co_argcount, code.co_varnames
+    first, by_name = names[:count], names[count : count + code.co_kwonlyargcount]
+    rest = iter(names[count + len(by_name) :])
+    more = [f"*{next(rest)}"] if code.co_flags & inspect.CO_VARARGS else []
+    named = [f"**{next(rest)}"] if code.co_flags & inspect.CO_VARKEYWORDS else []
+    alone = code.co_posonlyargcount
+    parameters = [*first[:alone], *(["/"] if alone else []), *first[alone:]]
+    parameters += [*(more or (["*"] if by_name else [])), *by_name, *named]
+    kwargs = ", ".join([*(f"{name!r}: {name}" for name in by_name), *named])
+    source = f"lambda {', '.join(parameters)}: {_MARK!r}.call([{', '.join([*first, *more])}], {{{kwargs}}})"
+    return next(one for one in compile(source, __file__, "eval").co_consts if isinstance(one, CodeType))
 
 
 def _name_of(function: FunctionType, args: tuple) -> str:

@@ -5,6 +5,7 @@ import copy
 import ctypes
 import functools
 import gc
+import inspect
 import io
 import os
 import pickle
@@ -1884,6 +1885,10 @@ def logging(log):
         for one in callbacks:
             one(loss)
 
+    def counts(loss, scale=2.0, into={}, *, named={}):  # noqa: B006 -- both are empty, of which nobody keeps an account
+        into["n"] = named["n"] = into.get("n", 0) + 1
+        log.values.append((into["n"] + named["n"], loss.item() * scale))
+
     log.bound = types.MethodType(lambda self, loss: self.push(loss), log)
     return {
         "a method": log.push,
@@ -1894,6 +1899,7 @@ def logging(log):
         "a closure": closes,
         "a partial": functools.partial(writes, log.values, every=3),
         "a default": keeps,
+        "defaults": counts,
         "callbacks": tells,
         "a property": lambda loss: log.pushed,
         "a decorated one": torch.no_grad()(closes),
@@ -1922,6 +1928,27 @@ def test_any_function_that_does_all_that_no_graph_can_repeat_is_found(how, devic
 
     module = found(make, device, step=step, optimizer=sgd, log=lambda _: Log())
     assert module.stats.replays == module.stats.eager_parts
+
+
+def test_a_function_that_is_found_is_asked_for_its_parameters(device):
+    def make(s):
+        def step(x):
+            loss = loss_of(s.model(x))
+            loss.backward()
+            s.optimizer.step()
+            s.optimizer.zero_grad()
+            takes, known = inspect.signature(s.log.push).parameters, Log.push.__code__.co_varnames
+            s.log.push(**({"loss": loss} if list(takes) == ["loss", "scale"] and known[2] == "scale" else {}))
+            return loss.detach()
+
+        return step
+
+    def step(side, i):
+        result = call(side, i)
+        side.note(values=list(side.log.values), count=side.log.count)
+        return result
+
+    found(make, device, step=step, optimizer=sgd, log=lambda _: Log())
 
 
 def test_a_part_may_return_an_object_that_was_there(device):
