@@ -427,8 +427,9 @@ class Notes:
         told_apart: the addresses of tensors of which code asked whether they are others.
         after_part: whether code has run unseen, which may have changed what is first looked at from here on.
         around: tells of a frame the functions that it runs in, if somebody asks where code comes upon things.
-        arounds: what it has told, by identity of the frames that run.
-        touched: places and, by identity, objects that code came upon -> the functions in which it did; see `around`.
+        arounds: by identity of the frames that run, what it has told, and what `touched` has of that.
+        touched: the functions in which code runs, see `around` -> the places and, by identity, objects that it comes
+            upon there, and whatever else it does, in words.
     """
 
     def __init__(self, ages: Ages, host_draws: HostDraws | None = None) -> None:
@@ -445,8 +446,8 @@ class Notes:
         self.modules: dict[int, nn.Module] = {}
         self.of_dynamo: list[CompiledFrame] = []
         self.around: Callable[[types.FrameType], tuple | None] | None = None
-        self.arounds: dict[int, tuple | None] = {}
-        self.touched: dict[Any, set[tuple | None]] = {}
+        self.arounds: dict[int, tuple[tuple | None, set[Any]]] = {}
+        self.touched: dict[tuple | None, set[Any]] = {}
         self.chance = Chance(host_draws)
         self.unreadable: tuple[str, tuple] | None = None
         self.elsewhere: tuple | None = None
@@ -483,10 +484,11 @@ class Notes:
 
     def _touch(self, what: Any) -> None:
         if self.around is not None and self.frame is not None:
-            name = identity(self.frame)
-            if name not in self.arounds:
-                self.arounds[name] = self.around(self.frame)
-            self.touched.setdefault(what, set()).add(self.arounds[name])
+            known = self.arounds.get(identity(self.frame))
+            if known is None:
+                around = self.around(self.frame)
+                known = self.arounds[identity(self.frame)] = around, self.touched.setdefault(around, set())
+            known[1].add(what)
 
     def apart(self, note: Callable, *seen: Any) -> None:
         """Notes something as `note` does, though code does not come upon it here, but where it runs."""

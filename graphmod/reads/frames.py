@@ -377,9 +377,9 @@ class noting:
         None in a backward, which none of them can leave out."""
         found: list[FunctionType | None] = []
         while frame is not None and not (code := frame.f_code).co_filename.startswith(_CALLS):
-            name = identity(frame)
-            if name in self.notes.arounds or code.co_name == ENGINE:
-                outer = self.notes.arounds.get(name)
+            known = self.notes.arounds.get(identity(frame))
+            if known is not None or code.co_name == ENGINE:
+                outer = None if known is None else known[0]
                 return None if outer is None else (*outer, *self._old_of(found))
             passed_over = code is _CALL or identity(code) in _passed_over or code.co_flags & _WAITS
             if not (passed_over or code.co_filename.startswith(CORE)):

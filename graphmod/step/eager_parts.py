@@ -321,7 +321,7 @@ class RecordedParts(Parts):
         last = self.made[-1] if self.made else None
         if last is None or not (last.refused or last.late):  # told of the part itself, not of where it is called
             around = self.noted.functions_around(sys._getframe(1))
-            self.noted.notes.touched.setdefault(str(hazard), set()).add(around)
+            self.noted.notes.touched.setdefault(around, set()).add(str(hazard))
 
     def _differs(self) -> str | None:
         """What the call before has read and this one would find otherwise, in words."""

@@ -55,7 +55,10 @@ class FoundParts:
         assert isinstance(parts, RecordedParts), "it was recorded"
         if not self.wanted:
             return False
-        touched = parts.noted.notes.touched
+        touched: dict[Any, set[_Functions]] = {}
+        for functions, whats in parts.noted.notes.touched.items():
+            for what in whats:
+                touched.setdefault(what, set()).add(functions)
         changed = {change.place: str(change) for change in changes}
         free = set() if any(one.late for one in parts.made) else {note.place for note in bound}
         self._unfit |= parts.noted.with_model

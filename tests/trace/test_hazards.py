@@ -364,9 +364,13 @@ def for_no_graph(x: torch.Tensor) -> torch.Tensor:
     return x * 3
 
 
-def test_what_its_author_says_is_for_no_graph_is_refused(device):
-    graphed = CUDAGraphModule(lambda x: for_no_graph(x) + 1, warmup_steps=1)
+@pytest.mark.parametrize("eager_parts", [False, True])
+def test_what_its_author_says_is_for_no_graph_is_refused_or_called_between_two(eager_parts, device):
+    graphed = CUDAGraphModule(lambda x: for_no_graph(x) + 1, warmup_steps=1, eager_parts=eager_parts)
     for step in range(5):
         x = torch.full((3,), float(step), device=device)
         assert torch.equal(graphed(x), x * 3 + 1)
-    assert graphed.stats.captures == 0 and "cudagraph_unsafe" in str(graphed.last_failure)
+    if eager_parts:
+        assert graphed.stats.replays == graphed.stats.eager_parts == 3
+    else:
+        assert graphed.stats.captures == 0 and "cudagraph_unsafe" in str(graphed.last_failure)
