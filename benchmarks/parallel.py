@@ -109,7 +109,7 @@ def _experts(mode: str, shape: dict[str, int]) -> tuple[Any, list[Any]]:
 
     torch.manual_seed(0)
     width = shape["width"]
-    heads = {"num_attention_heads": width // 64, "num_key_value_heads": width // 64, "head_dim": 64}
+    heads: dict[str, Any] = {"num_attention_heads": width // 64, "num_key_value_heads": width // 64, "head_dim": 64}
     experts = {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": width // 4}
     config = Qwen3MoeConfig(
         hidden_size=width, num_hidden_layers=shape["layers"], vocab_size=VOCABULARY, use_cache=False, **heads, **experts
