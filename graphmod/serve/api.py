@@ -171,7 +171,9 @@ class Asked:
     reader: Callable[[], CallReader | ArgumentReader] | None = None
 
 
-def asked_of(request: ChatRequest | CompletionRequest, codec: Codec, default_tokens: int, adapter: str | None) -> Asked:
+def asked_of(
+    request: ChatRequest | CompletionRequest, codec: Codec, default_tokens: int, adapter: str | None = None
+) -> Asked:
     """What a request asks for. Tokenizes.
 
     Args:
