@@ -165,9 +165,8 @@ class Part:
         if self.eager and self._before_collective is not None and recorder.collectives:
             self._add_said(PARTS_OF_RANKS)
         known, searches = bool(self._found), False
-        if (recorder.hazards or changes) and not (
-            first or result.differentiable
-        ):  # which may have made what others use
+        # The first may have made what others use; and no part has arguments of the call.
+        if (recorder.hazards or changes) and not (first or result.differentiable or changed):
             searches = self._found.learn(recorder, list(all_changes(notes)), bound, "")
         recorder.hazards += late_hazards(call, recorder, notes)
         before = len(self.findings)

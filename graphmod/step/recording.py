@@ -120,7 +120,8 @@ def record(
     recorder, notes, given = record_reads(call, gpu, *roots, found=found, follows=follows)
     refused = str(recorder.hazards[0]) if recorder.hazards else None
     refused = refused or (BACKWARD_OUTSIDE if recorder.unfinished else None)
-    refused = refused or given.changed() or given.returned(call.result)
+    of_arguments = given.changed() or given.returned(call.result)
+    refused = refused or of_arguments
     otherwise = keep_as_found(call, notes)
     refused = refused or otherwise
     bound, whole = bind(notes, call.result, recorder)
@@ -156,7 +157,7 @@ def record(
         found.give_up()
     elif made.refused is not None and recorder.reads_on_host:
         made.follow = made.judged_again = True
-    elif found is not None and made.refused is not None and not made.differentiable:
+    elif found is not None and made.refused is not None and not (made.differentiable or of_arguments):
         made.judged_again = found.learn(recorder, changes, bound, made.refused)
     elif found is not None and made.refused is None:
         found.succeeded()
