@@ -341,6 +341,10 @@ class Frames:
             self._muted = None
 
 
+def compiled_code() -> None:
+    """Stands, among functions, for code that dynamo has written: it is one with all that it calls."""
+
+
 class noting:
     """Notes what the body reads. Afterwards the notes hold what was there before it, and nothing that it made.
 
@@ -374,8 +378,9 @@ class noting:
 
     def functions_around(self, frame: FrameType | None) -> tuple[FunctionType, ...] | None:
         """The functions of before in which a frame runs, the outermost first, but for the one that the body has called;
-        None in a backward, which none of them can leave out."""
+        `compiled_code` in the place of such. None in a backward, which none of them can leave out."""
         found: list[FunctionType | None] = []
+        written = written_by_dynamo()
         while frame is not None and not (code := frame.f_code).co_filename.startswith(_CALLS):
             known = self.notes.arounds.get(identity(frame))
             if known is not None or code.co_name == ENGINE:
@@ -383,9 +388,9 @@ class noting:
                 return None if outer is None else (*outer, *self._old_of(found))
             passed_over = code is _CALL or identity(code) in _passed_over or code.co_flags & _WAITS
             if not (passed_over or code.co_filename.startswith(CORE)):
-                found.append(function_of(frame))
+                found.append(compiled_code if code in written else function_of(frame))
             frame = frame.f_back
-        return self._old_of(found[:-1])
+        return self._old_of([*found[:-1], *(one for one in found[-1:] if one is compiled_code)])
 
     def _old_of(self, found: list[FunctionType | None]) -> tuple[FunctionType, ...]:
         return tuple(one for one in reversed(found) if one is not None and self.is_old(one))

@@ -11,6 +11,7 @@ from typing import Any
 
 from graphmod.guards.changes import Change
 from graphmod.guards.notes import UNGUARDED, Note
+from graphmod.reads.frames import compiled_code
 from graphmod.step.eager_parts import RecordedParts
 from graphmod.torch_private import beside_dynamo
 from graphmod.trace import dispatch
@@ -98,7 +99,8 @@ class FoundParts:
         return weakref.WeakSet(filter(None, map(self._outermost, there)))
 
     def _outermost(self, functions: Iterable[FunctionType | None] | None) -> FunctionType | None:
-        return next((one for one in functions or () if one is not None and one not in self._unfit), None)
+        found = next((one for one in functions or () if one is not None and one not in self._unfit), None)
+        return None if found is compiled_code else found
 
     def _in_parts(self, arounds: set[_Functions]) -> bool:
         return any(one in self._parts for functions in arounds for one in functions or ())

@@ -261,6 +261,30 @@ def test_items_of_what_compiled_code_closes_over_are_watched(kind, device):
         assert torch.equal(graphed(x), function(x)), step
 
 
+@torch.library.custom_op("graphmod_tests::compiled_for_no_graph", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def for_no_graph(x: torch.Tensor) -> torch.Tensor:
+    return x * 3
+
+
+for_no_graph.register_fake(torch.empty_like)
+
+
+@pytest.mark.parametrize("where", ["all", "a part"])
+def test_code_that_is_compiled_is_an_eager_part_as_a_whole_or_not_at_all(where, device):
+    def function(x):
+        return for_no_graph(x) * 2
+
+    compiled = torch.compile(function, backend="aot_eager")
+    graphed = CUDAGraphModule(compiled if where == "all" else lambda x: compiled(x) + 1, config())
+    for step in range(STEPS):
+        x = torch.full((3,), float(step), device=device)
+        assert torch.equal(graphed(x), function(x) + (where == "a part")), step
+    if where == "all":
+        assert graphed.stats.captures == 0 and "cudagraph_unsafe" in graphed.last_failure
+    else:
+        assert graphed.stats.eager_parts == graphed.stats.replays > 1
+
+
 def _clipped(program):
     @torch.compile(backend="aot_eager")
     def clipped(weights):
