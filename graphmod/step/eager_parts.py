@@ -23,15 +23,17 @@ import pickle
 import sys
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.overrides import TorchFunctionMode
 
 from graphmod.errors import BackwardUnavailable, CaptureRefused, Diverged, EagerPartFailed
 from graphmod.errors import reason as reason_of
@@ -281,7 +283,7 @@ class RecordedParts(Parts):
         self._is_as_then = False
         self._drawn = 0
         self._held: list[Any] = []  # so that nothing else comes to lie where these do
-        self._histories: list[tuple[Tensor, tuple]] = []  # of tensors that the part under way is given
+        self._histories = _Histories([])  # of tensors that the part under way is given
         self._beside = _beside()
         self.made: list[RecordedPart] = []
 
@@ -295,7 +297,8 @@ class RecordedParts(Parts):
             self._found.__exit__(None, None, None)
             with hidden():
                 given = self._judged(recorder, known, self._take_given, (function, args, kwargs))
-                result = self.noted.unnoted(function, *args, **kwargs)
+                with self._histories:
+                    result = self.noted.unnoted(function, *args, **kwargs)
                 returned = self._judged(recorder, known, self._take_returned, result, given, not _is_dropped(frame))
         except BaseException:
             recorder.refuse(known.name, _RAISES)
@@ -328,7 +331,7 @@ class RecordedParts(Parts):
         return None if self._earlier is None else self._earlier.moved() or self._earlier.changed(gradients=False)
 
     def _take_given(self, known: RecordedPart, value: tuple) -> list[Tensor]:
-        self._is_as_then = self._differs() is None
+        self._is_as_then, self._histories = self._differs() is None, _Histories([])
         if _beside() != self._beside:
             raise CaptureRefused(
                 "is called where output, warnings or the working directory are redirected, as they are in no replay"
@@ -342,16 +345,18 @@ class RecordedParts(Parts):
         made = [one for one in form.tensors if one.requires_grad and not self.noted.is_old(one)]
         if made and not known.found:
             raise CaptureRefused("is given a tensor that requires grad; pass it detached")
-        self._histories = [(one, _history(one)) for one in made]
+        self._histories = _Histories(made)
         return [tensor.detach() for tensor in form.tensors]  # and not itself: autograd counts who holds gradients
 
     def _take_returned(self, known: RecordedPart, result: Any, given: list[Tensor], is_used: bool) -> list[Tensor]:
         changed = self._differs() if self._is_as_then else None
         if changed is not None:
             raise CaptureRefused(f"changes what code after it reads: {changed}")
-        histories, self._histories = self._histories, []
-        if any(_history(tensor) != before for tensor, before in histories):
+        histories, self._histories = self._histories, _Histories([])
+        if histories.changed:
             raise CaptureRefused("hooks a tensor that it is given, or changes its history")
+        if histories.kept:
+            raise CaptureRefused("keeps a tensor that it is given, or what it makes of one; pass it detached")
         if not is_used:
             return []
         form = _returned(result, functools.partial(self._is_old, known))
@@ -523,6 +528,42 @@ _ENDED = (
     "a function that is called between two graphs, as an eager part, runs a backward from a tensor that it was given, "
     "or hooks it, whose history those graphs have; call it outside of the captured call, or write eager_parts=False"
 )
+
+
+class _Histories(TorchFunctionMode):
+    """Sees what becomes of the histories of some tensors, inside.
+
+    Attributes:
+        changed: whether one is another now.
+        kept: whether somebody has one who had none: the tensor, or something that was made inside and has a history.
+    """
+
+    changed = kept = False
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self._tensors, self._made = tensors, []
+
+    def __enter__(self) -> Self:
+        if self._tensors:
+            self._before, self._uses = list(map(_history, self._tensors)), list(map(sys.getrefcount, self._tensors))
+            super().__enter__()
+        return self
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        if self._tensors:
+            super().__exit__(exc_type, exc_val, exc_tb)
+            uses, self._uses = self._uses, list(map(sys.getrefcount, self._tensors))
+            self.changed = list(map(_history, self._tensors)) != self._before
+            self.kept = any(map(operator.gt, self._uses, uses)) or any(one() is not None for one in self._made)
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for one in result if isinstance(result, (tuple, list)) else (result,):
+            given = any(one is tensor for tensor in self._tensors)
+            if isinstance(one, Tensor) and one.grad_fn is not None and not given:
+                self._made.append(weakref.ref(one))
+        return result
 
 
 def _history(tensor: Tensor) -> tuple:

@@ -2258,6 +2258,40 @@ def test_a_function_that_is_found_is_given_tensors_with_a_history(what, every, d
         assert bool(side.graphs[0].stats.eager_parts) is not needs, side.graphs[0].last_failure
 
 
+@pytest.mark.parametrize(
+    "keeps", [lambda loss: loss, lambda loss: 2 * loss, lambda loss: (loss.exp() + 1, loss.item())]
+)
+def test_a_function_that_keeps_a_history_is_no_part(keeps, device):
+    """Its backward may come after the call, as where losses of several calls are added up."""
+
+    class Kept(list):
+        count = 0
+
+        def add(self, loss):
+            self.count += 1
+            self.append(keeps(loss))
+
+    def make(s):
+        def step(x):
+            loss = loss_of(s.model(x))
+            s.kept.add(loss)
+            return loss.detach()
+
+        return step
+
+    def step(side, i):
+        result = call(side, i)
+        if i % 4 == 3:
+            sum(one[0] if isinstance(one, tuple) else one for one in side.kept).backward()
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+            side.kept.clear()
+        side.note(count=side.kept.count, weights=[p.detach().clone() for p in side.model.parameters()])
+        return result
+
+    run(make, device, captured=False, step=step, optimizer=sgd, kept=lambda _: Kept(), steps=14)
+
+
 def test_what_else_the_step_does_keeps_it_eager_and_is_what_the_log_says(device, caplog):
     def make(s):
         def step(x):
