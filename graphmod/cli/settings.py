@@ -68,7 +68,7 @@ class ModelSource:
 class WeightSettings(BatchSettings):
     """How much is decoded at a time, and from which weights."""
 
-    # `saved`, or 8 bits for each number of linear layers, `int8` or `fp8`: a step of few rows takes half as long.
+    # `saved`, or 8 bits for each number of linear layers, `int8` or `fp8`: for steps of few rows.
     weights: WeightsName = WeightsName.saved
 
 

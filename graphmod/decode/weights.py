@@ -1,6 +1,6 @@
 """Weights in 8 bits: linear layers read a byte for each number, and multiply what they sum by a scale of each column.
 
-A step of few rows takes as long as its weights take from memory, so half as many bytes take about half as long.
+A step of few rows takes little longer than its weights take from memory, of which these are half.
 """
 
 import logging
