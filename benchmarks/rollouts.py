@@ -5,11 +5,14 @@
     python benchmarks/rollouts.py --smoke          # a tiny model on the CPU
 
 The sampler is a `DecodeEngine`, at temperature 1. As a trainer does, the model is called on the whole sequences.
-Weights and dtype are the same; kernels, and the shapes that they are given, differ.
+Weights and dtype are the same; kernels, and the shapes that they are given, differ, but for `batch_invariant`, in which
+the differences are to be zero.
 """
 
 import argparse
 import sys
+import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +22,29 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.decode_shapes import QWEN3_0_6B, TINY, build, progress, prompts  # noqa: E402
 
 
-def measure(model: Any, rows: int, prompt: int, new: int, **settings: Any) -> dict[str, Any]:
-    """The differences, in nats, of all tokens of `rows` sequences."""
+def measure(model: Any, rows: int, prompt: int, new: int, exact: bool) -> dict[str, Any]:
+    """The differences, in nats, of all tokens of `rows` sequences, and how long these take once graphs are there."""
     import torch
 
-    from graphmod.decode import DecodeEngine
+    from graphmod.decode import DecodeEngine, batch_invariant
 
-    engine = DecodeEngine(model, max_batch_size=rows, max_seq_len=prompt + new, buckets=[rows], **settings)
+    sizes = {"max_batch_size": rows, "max_seq_len": prompt + new, "buckets": [rows]}
+    engine = DecodeEngine(model, **sizes, batch_invariant=exact)
     given = prompts(rows, prompt, model.config.vocab_size)
-    done = engine.generate(given, temperature=1.0, max_new_tokens=new, seed=0, ignore_eos=True)
+    for _ in range(2):
+        began = time.perf_counter()
+        done = engine.generate(given, temperature=1.0, max_new_tokens=new, seed=0, ignore_eos=True)
+        seconds = time.perf_counter() - began
     told = torch.tensor([one.logprobs for one in done])
     own = []
     for one in done:  # one at a time, since the logits of all would not fit
         ids = torch.tensor([[*one.prompt, *one.tokens]], device=model.device)
-        with torch.no_grad():
+        with torch.no_grad(), batch_invariant(model) if exact else nullcontext():
             logits = model(ids, use_cache=False, logits_to_keep=new + 1).logits[0, :-1].float()
-        own.append(logits.log_softmax(-1).gather(1, ids[0, -new:, None])[:, 0].cpu())
+            own.append(logits.log_softmax(-1).gather(1, ids[0, -new:, None])[:, 0].cpu())
     off = (told - torch.stack(own)).abs()
     found = {
+        "batch_invariant": exact,
         "dtype": str(model.dtype).removeprefix("torch."),
         "attention": engine.attention.name or "own",
         "rows": rows,
@@ -46,6 +54,7 @@ def measure(model: Any, rows: int, prompt: int, new: int, **settings: Any) -> di
         "max": float(off.max()),
         "equal": float((off == 0).float().mean()),
         "mean_logprob": float(told.mean()),
+        "seconds": seconds,
     }
     progress(", ".join(f"{name} {value}" for name, value in found.items()))
     return found
@@ -77,7 +86,8 @@ def main() -> int:
             model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(options.device).eval()
         else:
             model = build({"model": TINY if options.smoke else QWEN3_0_6B}, options.device).to(dtype)
-        results += [measure(model, rows, options.prompt, options.new) for rows in options.rows]
+        for exact in (False, True):
+            results += [measure(model, rows, options.prompt, options.new, exact) for rows in options.rows]
     show(results)
     save(options.out, results)
     return 0

@@ -18,8 +18,8 @@ ROOMS = (
 WITHIN = {
     "decode": (
         *("types", "blocks", "streams", "kernels", "memory", "offload", "cache", "model", "sampling", "structured"),
-        *("weights", "adapters", "step", "attention", "prefill", "verification", "scheduler", "requests", "batch"),
-        *("traffic", "engine", "rollouts"),
+        *("weights", "adapters", "step", "attention", "prefill", "invariant", "verification", "scheduler", "requests"),
+        *("batch", "traffic", "engine", "rollouts"),
     ),
     "train": (
         *("folders", "targets", "settings", "attention", "loss", "model", "experts", "parallel", "draws"),

@@ -19,12 +19,14 @@ from graphmod.decode.types import (
 
 if TYPE_CHECKING:
     from graphmod.decode.engine import DecodeEngine
+    from graphmod.decode.invariant import batch_invariant
     from graphmod.decode.rollouts import Rollouts, use_decode_engine
     from graphmod.decode.streams import EngineLoop, Handle, TokenStream
     from graphmod.decode.weights import quantize_weights
 
 _LATER = {"DecodeEngine": "engine", "EngineLoop": "streams", "Handle": "streams", "TokenStream": "streams"}
 _LATER |= {"Rollouts": "rollouts", "use_decode_engine": "rollouts", "quantize_weights": "weights"}
+_LATER |= {"batch_invariant": "invariant"}
 
 __all__ = [
     "Completion",
@@ -40,6 +42,7 @@ __all__ = [
     "Sampling",
     "TokenEvent",
     "TokenStream",
+    "batch_invariant",
     "quantize_weights",
     "use_decode_engine",
 ]

@@ -16,7 +16,7 @@ import importlib.util
 import inspect
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -126,15 +126,21 @@ _WIDEST = 256
 
 def triton_unavailable(memory: PagedCache) -> str | None:
     """Why it cannot be used with this cache, or None."""
-    if memory.device.type != "cuda":
-        return f"it needs a GPU, and the cache is on {memory.device}"
+    widths = sorted({width for layer in memory.layers for width in (layer.head_dim, layer.value_dim)})
+    return misfit(memory.device, memory.block_size, widths)
+
+
+def misfit(device: torch.device, block_size: int, widths: Iterable[int]) -> str | None:
+    """Why its kernel does not take a cache of such blocks and heads, or None."""
+    if device.type != "cuda":
+        return f"it needs a GPU, and the cache is on {device}"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    if torch.cuda.get_device_capability(memory.device) < (8, 0):
+    if torch.cuda.get_device_capability(device) < (8, 0):
         return "it needs a GPU of compute capability 8.0 or newer"
-    if memory.block_size < 16 or memory.block_size & (memory.block_size - 1):
-        return f"block_size={memory.block_size} is no power of two of at least 16"
-    for width in sorted({width for layer in memory.layers for width in (layer.head_dim, layer.value_dim)}):
+    if block_size < 16 or block_size & (block_size - 1):
+        return f"block_size={block_size} is no power of two of at least 16"
+    for width in widths:
         if width & (width - 1) or not 16 <= width <= _WIDEST:
             return f"heads of {width} are no power of two from 16 to {_WIDEST}"
     return None

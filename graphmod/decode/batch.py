@@ -19,7 +19,7 @@ from graphmod.decode.offload import Reader
 from graphmod.decode.prefill import Limits, PackedPrefill, PaddedPrefill
 from graphmod.decode.sampling import MASKED, TOP, kind_of_rows
 from graphmod.decode.scheduler import Planned, Scheduler, Sequence
-from graphmod.decode.step import BAD, FULL, NONE_LEFT, NOTHING, STOPPED, BatchState, BucketGraphs, take_token
+from graphmod.decode.step import BAD, FULL, NONE_LEFT, NOTHING, STOPPED, BatchState, BucketGraphs
 from graphmod.decode.types import NO_TOKEN_LEFT, TOO_COMPLEX, Run
 
 _NO_NUMBERS = (
@@ -166,7 +166,8 @@ class ContinuousBatch:
         kind = kind_of_rows({one.kind for one in joining})
         if kind & MASKED:
             self._state.set_masks(first, [one.matcher for one in joining])
-        take_token(logits, self._state.part(first, len(joining), kind), kind, self._graphs.chains_of(kind))
+        part = self._state.part(first, len(joining), kind)
+        self._graphs.step.take(logits, part, kind, self._graphs.chains_of(kind))
         self._sent(joining, slice(first, first + len(joining)), None, 1, bool(kind & TOP))
 
     def _prefilled(self, planned: list[Planned]) -> tuple[Tensor, list[Planned]]:

@@ -6,12 +6,14 @@ Owns the parts of decode and their life; requests come and go in `traffic`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import importlib.util
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from transformers import PreTrainedModel
 
 from graphmod.attention import attention, decoding
 from graphmod.config import choice
+from graphmod.decode import invariant
 from graphmod.decode.adapters import Adapters, adaptable
 from graphmod.decode.attention import choose
 from graphmod.decode.batch import ContinuousBatch
@@ -119,7 +122,12 @@ class DecodeEngine:
         self.memory = memory = PagedCache(
             anatomy.layers, blocks, size, rows, model.dtype, model.device, _offload(config, model)
         )
-        chosen, self.attention_us = choose(config.attention, memory, max_seq_len, anatomy.own_reason)
+        exact = config.batch_invariant
+        chosen, self.attention_us = (
+            (invariant.usable(memory, anatomy.own_reason), {})
+            if exact
+            else choose(config.attention, memory, max_seq_len, anatomy.own_reason)
+        )
         # A launch that waits its turn reads memory of the host over and over, and takes 5 % of the bus from copies.
         steps = config.steps_per_sync if memory.ring is None else 1
         # Results of two chunks of steps wait to be read at most, and first tokens.
@@ -127,7 +135,7 @@ class DecodeEngine:
             rows, table, 2 * steps + 1, model.device, text.vocab_size, max_seq_len, adapters
         )
         self.scheduler = scheduler = Scheduler(BlockAllocator(blocks, size, memory.first_block), rows)
-        step = DecodeStep(model, memory, own=chosen.name is None)
+        step = DecodeStep(model, memory, chosen.name is None, invariant.Invariant if exact else nullcontext)
         contexts = context_sizes(size, table * size, chosen.stops_at_context)
         self.graphs = graphs = BucketGraphs(step, state, config, contexts, adapters)
         tokens = config.prefill_tokens
@@ -135,17 +143,18 @@ class DecodeEngine:
         limits = Limits(tokens, _MOST_PIECES, max(min(table, blocks) * size, 4 * tokens), scored)
         self.attention = chosen
         packed = None
-        if chosen.name is not None and unavailable(memory) is None:
+        if chosen.name is not None and not exact and unavailable(memory) is None:
             packed = PackedPrefill(
                 model, memory, limits, graphs.settings if config.graphs else None, graphs.group, adapters
             )
         self.prefill = packed  # None where the model attends by itself
-        padded = PaddedPrefill(model, memory, tokens, state.to_device, adapters)
+        mode = functools.partial(invariant.batch_invariant, model) if exact else nullcontext
+        padded = PaddedPrefill(model, memory, tokens, state.to_device, adapters, mode)
         self._batch = batch = ContinuousBatch(
             model, memory, state, scheduler, graphs, packed or padded, limits, chosen.name, steps
         )
         computed = packed.uncounted if packed else padded
-        decoding(modules, compare_made_up, model, memory, state, computed, tokens, chosen)
+        decoding(modules, compare_made_up, model, memory, state, computed, tokens, chosen, exact)
         self.requests = requests = RequestReader(
             model, max_seq_len, codec, config.generation_config, list(logits_processors), graphs.chains, adapters
         )

@@ -1,4 +1,5 @@
-"""The Triton kernels of decode: attention over the cache, copies of far blocks, and what gathers columns for prefill.
+"""The Triton kernels of decode: attention over the cache, sums that do not depend on the batch, copies of far blocks,
+and what gathers columns for prefill.
 Importing this module needs Triton.
 
 In attention each row's tokens are divided into parts that are worked on at the same time ("flash decoding": Dao,
@@ -180,6 +181,7 @@ def attend(
     counters: Tensor,
     scale: float,
     cap: float | None,
+    one_part: int | None = None,
 ) -> Tensor:
     """One token of each row against its part of the cache; (B, 1, heads, value_dim) in the dtype of `query`.
 
@@ -195,17 +197,19 @@ def attend(
         counters: (B * kv_heads or more) int32, zero.
         scale: of the products of queries and keys.
         cap: what scores are capped at by a tanh; None caps nothing.
+        one_part: so many tokens are added up at a time, one after the other, whatever the batch; None divides rows as
+            is fastest.
     """
     processors = torch.cuda.get_device_properties(query.device).multi_processor_count
     rows, heads, _, head = query.shape
     block, kv_heads, value = keys.shape[1], keys.shape[2], values.shape[3]
     group = heads // kv_heads
     few = rows * kv_heads < processors
-    tile = min(block, 32 if (few and rows > 1) or max(head, value) > 128 else 64)
+    tile = one_part or min(block, 32 if (few and rows > 1) or max(head, value) > 128 else 64)
     least = min(4 * tile, 128 if few else 256)  # tokens of a part
-    parts = parts_of(rows, kv_heads, table.shape[1] * block // least, processors)
+    parts = 1 if one_part else parts_of(rows, kv_heads, table.shape[1] * block // least, processors)
     early = can_start_early(query.device)  # and the accelerator is there
-    bulk = early and _comes_in_bulk(keys) and _comes_in_bulk(values)
+    bulk = early and not one_part and _comes_in_bulk(keys) and _comes_in_bulk(values)
     # The fastest of some 80 settings on an H200, for 32 and 128 rows of Qwen3-0.6B's shape; for one row, of 36 over 544
     # to 16,000 tokens, what is never far from the fastest.
     tiles = stages(2 if bulk or few else 3, tile * (head + value) * keys.itemsize, query.device)
@@ -254,6 +258,143 @@ def attend(
 @attend.register_fake
 def _(query: Tensor, keys: Tensor, values: Tensor, *others: Any) -> Tensor:
     return query.new_empty((len(query), 1, query.shape[1], values.shape[3]))
+
+
+# -- sums that are divided by their length alone, see `invariant` ------------------------------------------------------
+
+
+@triton.jit
+def _product(
+    left,
+    right,
+    bias,
+    out,
+    rows,
+    columns,
+    length,
+    left_row,
+    left_column,
+    right_row,
+    right_column,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for begin in tl.range(0, length, INNER):
+        inner = begin + tl.arange(0, INNER)
+        there = inner < length
+        first = tl.load(
+            left + row[:, None] * left_row + inner[None, :] * left_column,
+            mask=(row < rows)[:, None] & there[None, :],
+            other=0.0,
+        )
+        second = tl.load(
+            right + inner[:, None] * right_row + column[None, :] * right_column,
+            mask=there[:, None] & (column < columns)[None, :],
+            other=0.0,
+        )
+        total = tl.dot(first, second, total, input_precision="ieee")
+    if BIAS:
+        total += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    tl.store(out + row[:, None] * columns + column[None, :], total, mask=inside)
+
+
+@library.custom_op("graphmod::invariant_product", mutates_args=())
+def invariant_product(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+    """(M, N) of (M, K) and (K, N) of any strides, and a bias (N,) or None; in the dtype of `left`."""
+    (rows, length), columns = left.shape, right.shape[1]
+    out = left.new_empty((rows, columns))
+    few = rows <= 16
+    # Never 64 rows: from there on Hopper has other instructions, which round otherwise.
+    sizes = {"ROWS": 16, "COLUMNS": 32, "INNER": 128} if few else {"ROWS": 32, "COLUMNS": 128, "INNER": 64}
+    if left.dtype == torch.float32:
+        sizes["INNER"] //= 2
+    with torch.cuda.device_of(left):
+        if out.numel():
+            _product[(triton.cdiv(rows, sizes["ROWS"]), triton.cdiv(columns, sizes["COLUMNS"]))](
+                left,
+                right,
+                left if bias is None else bias,
+                out,
+                rows,
+                columns,
+                length,
+                *left.stride(),
+                *right.stride(),
+                BIAS=bias is not None,
+                **sizes,
+                num_warps=4,
+                num_stages=3,
+            )
+    return out
+
+
+@invariant_product.register_fake
+def _(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+    return left.new_empty((left.shape[0], right.shape[1]))
+
+
+_CHUNK = 4096
+
+
+@triton.jit
+def _reduce(source, out, length, CHUNK: tl.constexpr, MEAN: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    step = tl.arange(0, CHUNK)
+    shift = 0.0
+    if not MEAN:
+        largest = tl.full([CHUNK], float("-inf"), tl.float32)
+        for begin in tl.range(0, length, CHUNK):
+            at = begin + step
+            found = tl.load(source + row * length + at, mask=at < length, other=float("-inf")).to(tl.float32)
+            # NaN is kept, as log-sum-exp has it.
+            largest = tl.maximum(largest, found, propagate_nan=tl.PropagateNan.ALL)
+        most = tl.max(largest, 0)
+        shift = tl.where((most == float("-inf")) | (most == float("inf")), 0.0, most)
+    total = tl.zeros([CHUNK], tl.float32)
+    for begin in tl.range(0, length, CHUNK):
+        at = begin + step
+        if MEAN:
+            total += tl.load(source + row * length + at, mask=at < length, other=0.0).to(tl.float32)
+        else:
+            found = tl.load(source + row * length + at, mask=at < length, other=float("-inf")).to(tl.float32)
+            total += tl.exp(found - shift)
+    whole = tl.sum(total, 0)
+    tl.store(out + row, whole / length if MEAN else shift + tl.log(whole))
+
+
+def _reduced(source: Tensor, mean: bool) -> Tensor:
+    length = source.shape[-1]
+    rows = source.contiguous().view(-1, length)
+    out = source.new_empty(source.shape[:-1])
+    chunk = min(_CHUNK, triton.next_power_of_2(length))
+    with torch.cuda.device_of(source):
+        if len(rows):
+            _reduce[(len(rows),)](rows, out, length, CHUNK=chunk, MEAN=mean, num_warps=4)
+    return out
+
+
+@library.custom_op("graphmod::invariant_mean", mutates_args=())
+def invariant_mean(source: Tensor) -> Tensor:
+    """The mean over the last dimension, without it, in the dtype of `source`."""
+    return _reduced(source, True)
+
+
+@library.custom_op("graphmod::invariant_logsumexp", mutates_args=())
+def invariant_logsumexp(source: Tensor) -> Tensor:
+    """Its log-sum-exp over the last dimension, without it, in the dtype of `source`."""
+    return _reduced(source, False)
+
+
+@invariant_mean.register_fake
+@invariant_logsumexp.register_fake
+def _(source: Tensor) -> Tensor:
+    return source.new_empty(source.shape[:-1])
 
 
 _FETCH_PROGRAMS = 32  # as many as fill the bus, and leave the multiprocessors to what computes

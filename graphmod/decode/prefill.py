@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -574,13 +575,20 @@ class PaddedPrefill:
         budget: tokens of one call.
         to_device: brings Python lists to the device.
         adapters: that pieces may have.
+        mode: makes the context in which it computes.
     """
 
     def __init__(
-        self, model: PreTrainedModel, memory: PagedCache, budget: int, to_device: ToDevice, adapters: Adapters
+        self,
+        model: PreTrainedModel,
+        memory: PagedCache,
+        budget: int,
+        to_device: ToDevice,
+        adapters: Adapters,
+        mode: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
         self.model, self.memory, self.budget, self.to_device = model, memory, budget, to_device
-        self._adapters = adapters
+        self._adapters, self._mode = adapters, mode
         self._keeps = takes(model, "logits_to_keep")
 
     def __call__(self, pieces: list[Piece]) -> Tensor:
@@ -595,12 +603,13 @@ class PaddedPrefill:
         found: dict[int, Tensor] = {}
         scores: dict[int, Scores] = {}
         for batch in batches(pieces, self.budget):
-            logits = self._call([pieces[index] for index in batch])
-            for index, own in zip(batch, logits, strict=True):
-                targets = pieces[index].targets
-                found[index] = own[-1] if targets is None else own[len(targets) - 1]
-                if targets is not None:
-                    scores[index] = Scores.of(own[: len(targets)], self.to_device(targets, torch.int64))
+            with self._mode():
+                logits = self._call([pieces[index] for index in batch])
+                for index, own in zip(batch, logits, strict=True):
+                    targets = pieces[index].targets
+                    found[index] = own[-1] if targets is None else own[len(targets) - 1]
+                    if targets is not None:
+                        scores[index] = Scores.of(own[: len(targets)], self.to_device(targets, torch.int64))
         rows = [found[index] for index, piece in enumerate(pieces) if piece.last]
         return torch.stack(rows) if rows else found[0].unsqueeze(0)[:0], scores
 

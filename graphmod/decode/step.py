@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -412,11 +413,18 @@ class DecodeStep(nn.Module):
         model: a transformers causal LM; used as it is, with the attention it is set to at that moment.
         memory: the KV cache.
         own: whether the model attends by itself.
+        mode: makes the context in which it computes.
     """
 
-    def __init__(self, model: PreTrainedModel, memory: PagedCache, own: bool) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        memory: PagedCache,
+        own: bool,
+        mode: Callable[[], AbstractContextManager] = nullcontext,
+    ) -> None:
         super().__init__()
-        self.model, self.memory, self.own = model, memory, own
+        self.model, self.memory, self.own, self._mode = model, memory, own, mode
 
     def forward(self, rows: Rows, visited: int | None, kind: int, chains: tuple[tuple[int, Chain], ...]) -> None:
         """One step for all rows; of a kind with masks its second half, and of kind FORWARD the first.
@@ -428,11 +436,17 @@ class DecodeStep(nn.Module):
             chains: of logits processors, see `adjusted_logits`.
         """
         if rows.masks is not None and kind & FORWARD != FORWARD:
-            return take_token(rows.masks.logits, rows, kind, chains)
-        logits = next_logits(self.model, self.memory, rows, visited, self.own)
+            return self.take(rows.masks.logits, rows, kind, chains)
+        with self._mode():
+            logits = next_logits(self.model, self.memory, rows, visited, self.own)
         if rows.masks is not None:
             rows.masks.logits.copy_(logits)
         else:
+            self.take(logits, rows, kind, chains)
+
+    def take(self, logits: Tensor, rows: Rows, kind: int, chains: tuple[tuple[int, Chain], ...]) -> None:
+        """`take_token`, also of the logits of prefill."""
+        with self._mode():
             take_token(logits, rows, kind, chains)
 
 

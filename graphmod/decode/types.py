@@ -126,6 +126,8 @@ class EngineConfig(BatchSettings):
         generation_config: `auto` takes temperature, top_k, top_p, min_p and repetition_penalty of requests that do not
             say them from the model's generation config, the temperature where that says to draw (`do_sample`); `none`
             does not.
+        batch_invariant: compute each token the same, bit for bit, whatever else is in the batch, and as a trainer's
+            forward does within `graphmod.decode.batch_invariant(model)`. Takes longer.
         graphs: capture decode steps. Without, every step is eager and counted.
         compile: `none`, `default` or `max`: compile captured steps. On a GPU only.
         compile_in_background: compile in a thread of its own; steps run uncompiled until it is done, instead of
@@ -141,6 +143,7 @@ class EngineConfig(BatchSettings):
     keep_prefixes: bool = False
     frozen: bool = False
     generation_config: GenerationConfigName = GenerationConfigName.auto
+    batch_invariant: bool = False
     graphs: bool = True
     compile: CompileMode = CompileMode.none
     compile_in_background: bool = False
@@ -183,6 +186,16 @@ class EngineConfig(BatchSettings):
                     f"{name}={value} is for a cache in the host's memory, and offload=none keeps it on the GPU; add "
                     "offload=layers, or leave it out"
                 )
+        if self.batch_invariant and self.attention is not AttentionName.auto:
+            raise ConfigError(
+                f"batch_invariant=True has an attention of its own, and attention={self.attention} names another; use "
+                "attention=auto"
+            )
+        if self.batch_invariant and self.compile is not CompileMode.none:
+            raise ConfigError(
+                f"batch_invariant=True cannot be used with compile={self.compile}, whose kernels depend on the batch; "
+                "use compile=none"
+            )
         if self.offload is OffloadName.layers and self.compile is not CompileMode.none:
             raise ConfigError(
                 f"offload=layers cannot be used with compile={self.compile}: its steps wait for copies, which "

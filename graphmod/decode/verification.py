@@ -7,6 +7,7 @@ them. A difference is an error, never a wrong token.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -16,12 +17,13 @@ from graphmod.attention import attention, takes
 from graphmod.decode.adapters import Adapters
 from graphmod.decode.attention import Implementation, reference
 from graphmod.decode.cache import PagedCache
+from graphmod.decode.invariant import Invariant, batch_invariant
 from graphmod.decode.model import refusal
 from graphmod.decode.offload import Reader
 from graphmod.decode.prefill import Piece
 from graphmod.decode.step import BatchState, RowValues, context_sizes, next_logits
 from graphmod.decode.types import Completion, DecodeError, Run
-from graphmod.errors import reason
+from graphmod.errors import ConfigError, reason
 
 _TOKENS = 24
 _MOST_TOKENS = 512  # beyond a window that is looked at
@@ -54,6 +56,7 @@ def compare_made_up(
     prefill: Callable[[list[Piece]], Tensor],
     most: int,
     chosen: Implementation,
+    exact: bool = False,
 ) -> None:
     """Compares the logits after the last two of some tokens: the first by prefill, the second by a decode step.
 
@@ -63,9 +66,11 @@ def compare_made_up(
     Args:
         memory, state: of an engine that has no sequences yet.
         most: tokens that are prefilled at once.
+        exact: whether decode computes in `batch_invariant`, with the very numbers of the model's forward in it.
 
     Raises:
         DecodeError: they differ from those of the model's own forward by more than kernels do.
+        ConfigError: with `exact`, they differ at all, or the model computes what is refused there.
     """
     size = memory.block_size
     tokens = _made_up(model, memory, min(state.blocks, memory.blocks - memory.first_block) * size)
@@ -75,8 +80,11 @@ def compare_made_up(
         own = _own_logits(model, tokens, 2)
         if not bool(torch.isfinite(own).all()):  # weights that hold NaN are told with the first token
             return
-        found = _decoded(model, memory, state, prefill, most, reference(chosen, memory), tokens)
-    except torch.OutOfMemoryError:
+        plain = chosen if exact else reference(chosen, memory)
+        found = _decoded(model, memory, state, prefill, most, plain, tokens, Invariant() if exact else nullcontext())
+        if exact:
+            _require_equal(model, found, tokens)
+    except (torch.OutOfMemoryError, ConfigError):
         raise
     except Exception as error:  # of a model's own code: anything
         raise DecodeError(refusal(model, f"it fails on {len(tokens)} tokens: {reason(error)}")) from error
@@ -86,6 +94,17 @@ def compare_made_up(
         return
     why = f"after {len(tokens)} tokens its logits differ by {error:.1%} from those of its own forward"
     raise DecodeError(refusal(model, f"{why}: {_cause(model)}"))
+
+
+def _require_equal(model: PreTrainedModel, found: Tensor, tokens: list[int]) -> None:
+    with batch_invariant(model):
+        same = _own_logits(model, tokens, 2)
+    if not torch.equal(found, same):
+        off = float((found - same).abs().max())
+        raise ConfigError(
+            f"batch_invariant=True cannot be used with {type(model).__name__}: its logits of one token at "
+            f"a time differ by {off:.3g} from those of the whole sequence, so that some sum in it depends on the batch"
+        )
 
 
 def _cause(model: PreTrainedModel) -> str:
@@ -120,6 +139,7 @@ def _decoded(
     most: int,
     plain: Implementation,
     tokens: list[int],
+    mode: AbstractContextManager,
 ) -> Tensor:
     """(2, vocabulary) float32: by prefill, and by a decode step for the last token."""
     size = memory.block_size
@@ -132,7 +152,7 @@ def _decoded(
     *_, before = (prefill([Piece(tokens[start:end], start, blocks, end == last)]) for start, end in pieces)
     state.set_rows(0, [RowValues([tokens[-1], len(tokens) - 1, 1, *[0] * 6], [0.0] * 6, blocks, [], tokens)])
     memory.expect([Reader(blocks, len(tokens), len(tokens))])
-    with attention(model, plain.name):
+    with attention(model, plain.name), mode:
         after = next_logits(model, memory, state.rows(1), visited, plain.name is None)
     state.restart()
     memory.clear([*range(memory.first_block), *blocks])

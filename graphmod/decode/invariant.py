@@ -1,0 +1,389 @@
+"""Each token computed the same, bit for bit, whatever is computed beside it: in a decode step of any batch, in prefill,
+and in a trainer's forward of whole sequences.
+
+Kernels choose how to divide a sum by the shapes that they are given, and another division rounds otherwise. Here sums
+are divided by the length of what is added up alone ("batch invariance": Horace He and Thinking Machines Lab, Defeating
+Nondeterminism in LLM Inference, 2025). Products, means and log-sum-exps are exchanged below autograd, so that the
+backward is PyTorch's own; attention is exchanged with transformers.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers import PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+
+from graphmod.attention import attention
+from graphmod.decode.attention import Implementation, misfit
+from graphmod.decode.cache import Attends, CacheView, PagedCache
+from graphmod.errors import ConfigError
+from graphmod.torch_private import TorchDispatchMode, has_kernel_for
+
+_NAME, _WITH_MASKS = "graphmod_invariant", "graphmod_invariant_sequences"
+"""Under which transformers finds the attention: in decode steps, for which it makes no mask, and elsewhere."""
+TILE = 16
+"""Tokens that attention adds up at a time, counted from the beginning of the sequence."""
+aten = torch.ops.aten
+
+
+class batch_invariant:
+    """For `with batch_invariant(model):`. While it is entered, what this thread computes of a token of `model` depends
+    on that token and those before it alone, and not on the batch, its padding, or how many tokens are computed at once.
+    So the log-probabilities of a forward over whole sequences are those that a `DecodeEngine` with
+    `batch_invariant=True` told when it sampled them, bit for bit.
+
+    Rows may be padded on either side, with an `attention_mask` (and, on the left, `position_ids` that begin with the
+    first token); each holds one sequence. It takes longer than PyTorch's own kernels: on a CPU, rows are computed one
+    by one.
+
+    Args:
+        model: a transformers causal LM that attends through transformers' attention interface. It is as it was
+            afterwards.
+
+    Raises:
+        ConfigError: at an operation whose sums depend on the batch, such as those of grouped experts; the message names
+            it.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._attention = attention(model, _WITH_MASKS, attend, _mask)
+        self._mode = Invariant()
+
+    def __enter__(self) -> None:
+        self._attention.__enter__()
+        self._mode.__enter__()
+
+    def __exit__(self, *given: Any) -> None:
+        self._mode.__exit__(*given)
+        self._attention.__exit__(*given)
+
+
+class Invariant(TorchDispatchMode):
+    """Exchanges the operations whose sums depend on the batch."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(_plain, "entered", False):
+            return func(*args, **kwargs)
+        name = func.name()
+        own = _OPERATIONS.get(name)
+        if own is not None:
+            return own(*args, **kwargs)
+        if name in _REFUSED or name.startswith("aten::_scaled_dot_product"):
+            raise _refusal(name)
+        if has_kernel_for(name, "CompositeImplicitAutograd"):  # in inference mode they come here whole
+            with self:
+                return func.decompose(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _refusal(name: str) -> ConfigError:
+    return ConfigError(
+        f"with batch_invariant, {name} cannot be computed: how it adds up depends on the batch. Use a dense model that "
+        "attends through transformers' attention interface, or leave batch_invariant out"
+    )
+
+
+_plain = threading.local()  # `entered` while a backward computes by PyTorch's own kernels
+_REFUSED = {
+    *("aten::baddbmm", "aten::addbmm", "aten::mv", "aten::addmv", "aten::dot", "aten::convolution"),
+    *("aten::_convolution", "aten::_grouped_mm", "aten::_scaled_mm", "graphmod::scaled_linear"),
+}
+
+
+# -- products, means and log-sum-exps ----------------------------------------------------------------------------------
+
+
+def _kernels(tensor: Tensor) -> Any:
+    """The module of kernels where there is one for such a tensor, else None."""
+    half_or_float = tensor.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    return _triton() if tensor.is_cuda and half_or_float else None
+
+
+@functools.cache
+def _triton() -> Any:
+    try:
+        from graphmod.decode import kernels
+    except ImportError:
+        return None
+    return kernels
+
+
+def _product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    """(M, N) of (M, K) and (K, N), with a bias (N,) added before it is rounded."""
+    if _kernels(left) is not None:
+        return torch.ops.graphmod.invariant_product(left, right, bias)
+    # A row in memory of its own: libraries look at addresses too.
+    rows = (row.clone().unsqueeze(0) for row in left)
+    made = [row @ right if bias is None else torch.addmm(bias, row, right) for row in rows]
+    return torch.cat(made) if made else left.new_empty((0, right.shape[1]))
+
+
+def _added(bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    if bias.dim() == 1 and len(bias) == right.shape[1] and beta == alpha == 1:
+        return _product(left, right, bias)
+    return bias * beta + _product(left, right) * alpha
+
+
+def _batched(left: Tensor, right: Tensor) -> Tensor:
+    if left.shape[2] != 1:
+        raise _refusal("aten::bmm")
+    return left * right  # as of frequencies and positions: nothing is added up
+
+
+def _halved(tensor: Tensor) -> Tensor:
+    """The sum over the last dimension, by adding halves to each other."""
+    length = tensor.shape[-1]
+    tensor = pad(tensor, (0, (1 << max(0, length - 1).bit_length()) - length))
+    while tensor.shape[-1] > 1:
+        first, second = tensor.chunk(2, dim=-1)
+        tensor = first + second
+    return tensor.squeeze(-1)
+
+
+def _mean(tensor: Tensor, dim: list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    tensor = tensor if dtype is None else tensor.to(dtype)
+    if dim is None or [one % tensor.dim() for one in dim] != [tensor.dim() - 1]:
+        return aten.mean.dim(tensor, dim, keepdim)
+    if _kernels(tensor) is not None:
+        found = torch.ops.graphmod.invariant_mean(tensor)
+    else:
+        found = (_halved(tensor.float()) / tensor.shape[-1]).to(tensor.dtype)
+    return found.unsqueeze(-1) if keepdim else found
+
+
+def _logsumexp(tensor: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
+    if [one % tensor.dim() for one in dim] != [tensor.dim() - 1]:
+        return aten.logsumexp.default(tensor, dim, keepdim)
+    if _kernels(tensor) is not None:
+        found = torch.ops.graphmod.invariant_logsumexp(tensor)
+    else:
+        exact = tensor.double().contiguous()  # the last bit of exp and log depends on where in memory a number stands
+        most = exact.amax(-1, keepdim=True)
+        shift = torch.where(torch.isfinite(most), most, 0.0)
+        found = (shift.squeeze(-1) + _halved((exact - shift).exp()).log()).to(tensor.dtype)
+    return found.unsqueeze(-1) if keepdim else found
+
+
+def _log_softmax(tensor: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    tensor = tensor.float() if half_to_float else tensor
+    # As who takes the log-sum-exp from one logit alone computes it.
+    return tensor - _logsumexp(tensor, [dim], True)
+
+
+_OPERATIONS: dict[str, Callable[..., Tensor]] = {
+    "aten::mm": _product,
+    "aten::addmm": _added,
+    "aten::bmm": _batched,
+    "aten::mean.dim": _mean,
+    "aten::logsumexp": _logsumexp,
+    "aten::_log_softmax": _log_softmax,
+}
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+def _mask(*args: Any, **given: Any) -> Tensor | None:
+    """As transformers calls it: also where all that comes before is seen, and other attentions need no mask."""
+    return sdpa_mask(*args, **{**given, "allow_is_causal_skip": False})
+
+
+def attend(
+    module: Attends,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cache_view: CacheView | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """As transformers calls it: in a decode step over the cache, else over the keys that it is given.
+
+    Args:
+        query: (B, heads, S, head_dim).
+        key, value: (B, kv_heads, C, head_dim or value_dim).
+        attention_mask: (B, 1, S, C) bool; what a token sees must lie together. Where C is more than S, rows have no
+            padding before them.
+
+    Returns:
+        (B, S, heads, value_dim).
+    """
+    if dropout:
+        raise ConfigError(f"with batch_invariant, attention drops nothing, and dropout={dropout} was asked for; use 0")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if cache_view is None:
+        out = _Attention.apply(query, key, value, attention_mask, s_aux, scale, softcap)
+        return out.transpose(1, 2), None
+    view, memory = cache_view, cache_view.memory
+    rule = memory.layers[module.layer_idx].rule
+    if rule not in view.shared:
+        view.shared[rule] = rule.first_seen(view.context)
+    keys, values = memory.near(module.layer_idx)
+    asked, first = query.to(memory.dtype), view.shared[rule]
+    out = _tiles(asked, keys, values, view.block_table, view.context, first, s_aux, scale, softcap)
+    return out.to(query.dtype), None
+
+
+class _Attention(torch.autograd.Function):
+    """Forward in tiles; backward that of SDPA, or of its formula."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        query, key, value, mask, sinks, scale, cap = given
+        ctx.save_for_backward(query, key, value, mask, sinks)
+        ctx.numbers = scale, cap
+        return _over_sequences(query, key, value, mask, sinks, scale, cap)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        *tensors, mask, sinks = ctx.saved_tensors
+        blind = ~mask.any(-1, keepdim=True)  # padding, for which the formula has no numbers
+        query, key, value = leaves = [one.detach().requires_grad_() for one in tensors]
+        if sinks is not None:
+            leaves.append(sinks := sinks.detach().requires_grad_())
+        before, _plain.entered = getattr(_plain, "entered", False), True
+        try:
+            with torch.enable_grad():
+                out = _formula(query, key, value, mask | blind, sinks, *ctx.numbers)
+                found = torch.autograd.grad(out, leaves, grads[0].masked_fill(blind, 0))
+        finally:
+            _plain.entered = before
+        return *found[:3], None, found[3] if sinks is not None else None, None, None
+
+
+def _over_sequences(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    cap: float | None,
+) -> Tensor:
+    """(B, heads, S, value_dim): each token over the tiles of its row, from the row's first token on."""
+    if mask is None:
+        raise ConfigError("with batch_invariant, attention needs the causal mask that transformers makes, and got none")
+    rows, heads, tokens, width = query.shape
+    columns = key.shape[2]
+    seen = mask.expand(rows, 1, tokens, columns)[:, 0]
+    # With more keys than queries, in pieces of prompts, windows may hide the first token, which is that of the row.
+    start = seen.any(1).to(torch.int8).argmax(1) * (columns == tokens)
+    count = seen.sum(2)
+    first = seen.to(torch.int8).argmax(2) - start.unsqueeze(1)
+    blocks = -(-columns // TILE)
+    place = (start.unsqueeze(1) + torch.arange(blocks * TILE, device=query.device)).clamp(max=columns - 1)
+
+    def laid(one: Tensor) -> Tensor:
+        index = place[:, None, :, None].expand(rows, one.shape[1], -1, one.shape[3])
+        taken = one.gather(2, index).transpose(1, 2).contiguous()
+        return taken.view(rows * blocks, TILE, one.shape[1], one.shape[3])
+
+    table = torch.arange(rows * blocks, device=query.device).view(rows, 1, blocks)
+    table = table.expand(rows, tokens, blocks).reshape(rows * tokens, blocks)
+    context = torch.where(count > 0, first + count, 0).reshape(-1)
+    asked = query.transpose(1, 2).reshape(rows * tokens, heads, 1, width)
+    out = _tiles(asked, laid(key), laid(value), table, context, first.reshape(-1).clamp(min=0), sinks, scale, cap)
+    return out.view(rows, tokens, heads, -1).transpose(1, 2)
+
+
+def _formula(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None, scale: float, cap: float | None
+) -> Tensor:
+    """(B, heads, S, value_dim), as PyTorch computes it."""
+    grouped = query.shape[1] // key.shape[1]
+    if sinks is None and cap is None:
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped > 1)
+    key, value = (one.repeat_interleave(grouped, 1) for one in (key, value))
+    scores = query.float() @ key.float().transpose(2, 3) * scale
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        more = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, more), -1)
+    return scores.softmax(-1)[..., : key.shape[2]].to(value.dtype) @ value
+
+
+def _tiles(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    context: Tensor,
+    first: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    cap: float | None,
+) -> Tensor:
+    """`kernels.attend` in one part, or by operations of PyTorch that compute each row alone; its arguments."""
+    if _kernels(query) is not None and misfit(query.device, keys.shape[1], (keys.shape[3], values.shape[3])) is None:
+        counters = context  # of parts, of which there are none
+        return torch.ops.graphmod.triton_decode(
+            query, keys, values, table, context, first, sinks, counters, scale, cap, TILE
+        )
+    rows, heads, _, width = query.shape
+    block, kv_heads = keys.shape[1:3]
+    asked = query.view(rows, kv_heads, -1, 1, width).float()
+    shape = asked.shape[:3]
+    most = torch.full(shape, float("-inf"), device=query.device)
+    total, result = torch.zeros_like(most), asked.new_zeros((*shape, values.shape[3]))
+    if sinks is not None:
+        most = sinks.float().view(1, kv_heads, -1).expand(shape).contiguous()
+        total = torch.ones_like(most)
+    token = torch.arange(TILE, device=query.device)
+    for begin in range(0, table.shape[1] * block, TILE):
+        place = begin + token
+        seen = place < context.unsqueeze(1)
+        if first is not None:
+            seen = seen & (place >= first.unsqueeze(1))
+        held = table[:, begin // block].unsqueeze(1), (place % block).unsqueeze(0)
+        key, value = (
+            one[held].transpose(1, 2).unsqueeze(2).float() for one in (keys, values)
+        )  # (B, kv, 1, TILE, width)
+        score = _halved(asked * key) * scale
+        if cap is not None:
+            score = cap * torch.tanh(score / cap)
+        seen = seen[:, None, None, :]
+        score = score.masked_fill(~seen, float("-inf"))
+        now = torch.maximum(most, score.amax(-1))
+        shift = torch.where(torch.isfinite(now), now, 0.0)
+        before, weight = (one.double().exp().float() for one in (most - shift, score - shift.unsqueeze(-1)))
+        value = value.masked_fill(~seen.unsqueeze(-1), 0)
+        part = _halved((weight.to(values.dtype).float().unsqueeze(-1) * value).transpose(-1, -2))
+        result = result * before.unsqueeze(-1) + part
+        total = total * before + _halved(weight)
+        most = now
+    out = result / torch.where(total == 0, 1.0, total).unsqueeze(-1)
+    return out.to(query.dtype).view(rows, 1, heads, -1)
+
+
+IMPLEMENTATION = Implementation(_NAME, attend, True, lambda _: None)
+
+
+def usable(memory: PagedCache, own_reason: str) -> Implementation:
+    """This attention, registered.
+
+    Args:
+        own_reason: why the model can only use its own attention; "" if it need not.
+
+    Raises:
+        ConfigError: it cannot be used with this model or cache.
+    """
+    if own_reason:
+        raise ConfigError(f"batch_invariant=True cannot be used with this model: {own_reason}")
+    if memory.block_size % TILE:
+        raise ConfigError(f"batch_invariant=True needs a block_size that {TILE} divides, got {memory.block_size}")
+    IMPLEMENTATION.register()
+    return IMPLEMENTATION
