@@ -3,13 +3,14 @@
     python benchmarks/grpo.py --out benchmarks/results/grpo.json
     python benchmarks/grpo.py --smoke          # a tiny model on the CPU, to see that everything runs
 
-Qwen3-0.6B's shape with random bf16 weights, which sample to the full length. `engine` is `use_decode_engine`,
-`engine_layers` that with `graph_layers`; `generate` is transformers' `generate`, which TRL uses by default, `continuous`
-its continuous batching.
+Qwen3-0.6B's shape with random bf16 weights, which sample to the full length; prompts of one length, without padding.
+`engine` is `use_decode_engine`, `engine_layers` that with `graph_layers`; `generate` is transformers' `generate`, which
+TRL uses by default, `continuous` its continuous batching.
 """
 
 import argparse
 import gc
+import itertools
 import statistics
 import sys
 import tempfile
@@ -79,8 +80,8 @@ def measure(mode: str, options: argparse.Namespace, shape: dict[str, Any]) -> di
             beta=0.0,
             bf16=options.device == "cuda",
             gradient_checkpointing=False,
-            pad_to_multiple_of=64,
             use_transformers_continuous_batching=mode == "continuous",
+            logging_steps=1,
             save_strategy="no",
             report_to=[],
             disable_tqdm=True,
@@ -102,7 +103,7 @@ def measure(mode: str, options: argparse.Namespace, shape: dict[str, Any]) -> di
             trainer.train()
         finally:
             most = watch.end()
-    steps = [after - begun for begun, after in zip(ends, ends[1:], strict=False)][SKIPPED - 1 :]
+    steps = [after - begun for begun, after in itertools.pairwise(ends)][SKIPPED - 1 :]
     return {
         "mode": mode,
         "rows": options.rows,

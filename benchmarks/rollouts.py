@@ -67,6 +67,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
     parser.add_argument("--new", type=int, default=256, help="tokens of each completion")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU")
     options = parser.parse_args()
@@ -81,7 +82,7 @@ def main() -> int:
     if options.device == "cuda" and not gpu_is_there():
         return 2
     results = []
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (getattr(torch, name) for name in options.dtypes):
         if options.model:
             model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(options.device).eval()
         else:
