@@ -445,14 +445,23 @@ def codec_for(folder: Path, tokenizer: str | None) -> Codec:
     source = tokenizer_folder(folder, tokenizer)
     if source is None:
         return ByteCodec()
+    return TokenizerCodec(load_tokenizer(source))
+
+
+def load_tokenizer(folder: str | Path, setting: str = "tokenizer") -> Any:
+    """The transformers tokenizer saved in a folder, which a setting names; nothing is downloaded. Raises ConfigError
+    where there is none."""
     from transformers import AutoTokenizer
 
     try:
-        loaded = AutoTokenizer.from_pretrained(source, local_files_only=True)
-    except Exception as error:  # whatever the readers of the many formats raise
-        why = reason(error).rstrip(" ,")
-        raise ConfigError(f"tokenizer={source} is not a tokenizer that transformers reads: {why}") from error
-    return TokenizerCodec(loaded)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # transformers raises whatever its file readers raise
+        # All lines: the first may end in a colon, with the reasons below it.
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(
+            f"{setting}={folder} holds no tokenizer that transformers can read; give a folder with a tokenizer.json or "
+            f"similar, as written by save_pretrained of a tokenizer. transformers reports: {why}"
+        ) from error
 
 
 # -- tokens to text, as they come --------------------------------------------------------------------------------------

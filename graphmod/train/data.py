@@ -41,7 +41,7 @@ from tqdm import tqdm
 from transformers import BatchEncoding
 
 from graphmod.errors import ConfigError, reason
-from graphmod.text import TokenizerCodec, has_tokenizer, not_utf8, wide_encoding
+from graphmod.text import TokenizerCodec, has_tokenizer, load_tokenizer, not_utf8, wide_encoding
 from graphmod.train.loss import masked
 from graphmod.train.settings import LOCAL, DataConfig, Documents, ModelConfig, Source, TrainOn, require_library
 from graphmod.words import counted
@@ -832,21 +832,6 @@ def _is_text(piece: bytes, cut: bool) -> bool:
     return True
 
 
-def load_tokenizer(folder: str) -> Any:
-    """The tokenizer saved in `folder`; nothing is downloaded. Raises ConfigError when there is none."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # transformers raises whatever its file readers raise
-        # All lines: the first may end in a colon, with the reasons below it.
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(
-            f"data.tokenizer={folder} holds no tokenizer that transformers can read; give a folder with a "
-            f"tokenizer.json or similar, as written by save_pretrained of a tokenizer. transformers reports: {reason}"
-        ) from error
-
-
 def _tokenizer_folder(data: DataConfig, model: ModelConfig) -> str | None:
     if data.tokenizer is not None:
         return None if data.tokenizer == "bytes" else data.tokenizer
@@ -902,7 +887,7 @@ def load_corpus(data: DataConfig, model: ModelConfig, seed: int) -> Corpus:
     else:
         files = text_files(data.path, data.pattern)
     folder = _tokenizer_folder(data, model)
-    tokenizer = None if folder is None else load_tokenizer(folder)
+    tokenizer = None if folder is None else load_tokenizer(folder, "data.tokenizer")
     name = "Python's standard library" if stdlib else ", ".join(data.path)
 
     def kept(make: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
