@@ -133,10 +133,6 @@ def _in_form(message: Message, form: type | None, texts: list[str] | None = None
     return {**message, "content": "".join(texts) if as_text else [{"type": "text", "text": one} for one in texts]}
 
 
-def _as_sent(message: Message) -> Message:
-    return message
-
-
 def _without_nulls(message: Message) -> Message:
     return {name: value for name, value in message.items() if value is not None or name == "content"}
 
@@ -167,7 +163,7 @@ def _as_it_reads(write: Callable[[list[Message]], str], messages: list[Message])
     words = [[f"first{number}word ", f"second{number}word"] for number in range(len(messages))]
     with_text = {number for number, message in enumerate(messages) if message.get("content")}
     best, shown, tried = [_in_form(message, str) for message in messages], None, []  # most templates take texts
-    for change, form in itertools.product((_as_sent, _without_nulls, _with_objects), _FORMS):
+    for change, form in itertools.product((dict, _without_nulls, _with_objects), _FORMS):
         changed = [_in_form(change(message), form(message["role"])) for message in messages]
         try:
             if changed in tried:

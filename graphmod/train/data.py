@@ -68,14 +68,12 @@ class Piece:
     before: int
     last: bool
 
-    @property
-    def characters(self) -> int:
-        """How long it is."""
-        return len(self.text)
-
 
 def _size(document: Any) -> int:
-    return sum(map(len, document)) if isinstance(document, tuple) else document.characters
+    """About how many characters it has."""
+    if isinstance(document, Chat):
+        return sum(len(str(message.get("content"))) for message in document.messages)
+    return sum(map(len, document)) if isinstance(document, tuple) else len(document.text)
 
 
 def flattened(documents: Iterable[Any], encode: Encoder) -> tuple[Tensor, Tensor]:
@@ -231,11 +229,6 @@ class Chat:
     messages: list[dict[str, Any]]  # each with `role` and `content`, or what else its template knows
     prompted: int  # how many of them are the prompt, where the others are its completion; 0 where the chat is whole
     place: Callable[[], str]  # says where it was read, for errors
-
-    @property
-    def characters(self) -> int:
-        """About how long it is."""
-        return sum(len(str(message.get("content"))) for message in self.messages)
 
 
 def messages_of(value: Any, where: Callable[[], str]) -> list[dict[str, Any]]:

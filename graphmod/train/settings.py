@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from graphmod.config import CompileMode, CUDAGraphConfig, choice, names_settings, settings
+from graphmod.config import CompileMode, CUDAGraphConfig, choice, names_settings
 from graphmod.errors import ConfigError, install
 from graphmod.train.folders import MERGED_FOLDER, require_no_own_model, saved_folder
 from graphmod.train.targets import check_target
@@ -103,14 +103,6 @@ class TrainGraphConfig(CUDAGraphConfig):
     def __post_init__(self) -> None:
         self.scope = choice(Scope, self.scope, "scope")
         super().__post_init__()
-
-
-def train_settings(given: object) -> TrainGraphConfig:
-    """What was given as `config`, with the defaults for what it does not say. Raises TypeError where it is no such
-    thing."""
-    if isinstance(given, TrainGraphConfig):
-        return given
-    return TrainGraphConfig(**vars(settings(given)))
 
 
 # -- model -------------------------------------------------------------------------------------------------------------

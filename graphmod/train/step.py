@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, distributed, nn
 
-from graphmod.config import CompileMode, CUDAGraphConfig, choice
+from graphmod.config import CompileMode, CUDAGraphConfig, choice, settings
 from graphmod.ranks.fully_shard import is_collected
 from graphmod.signature.flattening import flatten, rebuild
 from graphmod.step.entry import GraphStats
@@ -20,7 +20,7 @@ from graphmod.torch_private import foreach_add_, foreach_copy_, foreach_mul_, un
 from graphmod.train.experts import experts_of
 from graphmod.train.loss import CountTargets, count_targets_of, criterion_of, next_token_loss, weighted_mean
 from graphmod.train.parallel import OverRanks, by_mesh, clip, is_split, local, over_ranks, shards, total_norm
-from graphmod.train.settings import NonFinite, Scope, TrainGraphConfig, train_settings
+from graphmod.train.settings import NonFinite, Scope, TrainGraphConfig
 from graphmod.words import warn_once
 from graphmod.wrap.body import body_of
 from graphmod.wrap.layers import edge_modules, find_layers, match_layers, ungraph, wrap
@@ -561,7 +561,9 @@ class TrainStep:
                 )
         compile = choice(CompileMode, compile, "compile").value
         self.model, self.optimizer = model, optimizer
-        self.config, self.compile, self._split = train_settings(config), compile, is_split(model)
+        self.compile, self._split = compile, is_split(model)
+        is_whole = isinstance(config, TrainGraphConfig)
+        self.config = config if is_whole else TrainGraphConfig(**vars(settings(config)))
         if self._split and self.config.scope is Scope.per_layer:
             # An update on parts of parameters communicates, and finds gradients at other addresses in each step.
             whole = is_collected(model) or not shards(model)
