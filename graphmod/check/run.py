@@ -11,6 +11,7 @@ import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -436,7 +437,7 @@ def check_layers(
                     for part in parts.values():
                         stack.enter_context(in_place_of_forward(part.root, part.within))
                     for one, part in further.items():
-                        stack.enter_context(_replaced(*others[one], part.within))
+                        stack.enter_context(patch.object(*others[one], part.within))
                 run()
     _take_in(report, [*parts.values(), *further.values()])
     return report
@@ -457,20 +458,6 @@ def _compared(report: Report, meeting: Meeting | None) -> Iterator[None]:
         raise
     ways = meeting.finish()
     report.collectives, report.divergences = [way.count for way in ways], divergences(ways)
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, attribute: str, value: Any) -> Iterator[None]:
-    own = vars(owner).get(attribute, None)
-    before = getattr(owner, attribute)
-    setattr(owner, attribute, value)
-    try:
-        yield
-    finally:
-        if own is None:
-            delattr(owner, attribute)
-        else:
-            setattr(owner, attribute, before)
 
 
 def _name(root: Any) -> str:

@@ -10,11 +10,12 @@ import logging
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors import safe_open
@@ -187,25 +188,14 @@ def whole_weights(model: nn.Module, keep: bool) -> dict[str, Tensor]:
     """All weights of a split model by name, on the CPU, where this rank is to `keep` them, else none; all ranks have to
     call this. Tied ones are one tensor."""
     found, known = {}, {}
-    with _without_advice():
+    # Torch would say that to collect what is split in two ways takes two steps.
+    with patch.object(logging.getLogger(REDISTRIBUTE), "disabled", True):
         for name, value in model.state_dict(keep_vars=True).items():
             if id(value) not in known:
                 collected = whole(value.detach())
                 known[id(value)] = collected.to("cpu", copy=True) if keep else None  # of what may change again
             found[name] = known[id(value)]
     return found if keep else {}
-
-
-@contextmanager
-def _without_advice() -> Iterator[None]:
-    """Torch would say that to collect what is split in two ways takes two steps."""
-    logger = logging.getLogger(REDISTRIBUTE)
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -266,25 +256,13 @@ def _save_model(
         tokenizer.save_pretrained(one)
 
 
-@contextmanager
-def _config_to_generate(model: nn.Module) -> Iterator[None]:
-    """Training has no use for a key-value cache; whoever loads the model to generate has."""
-    if not isinstance(model, PreTrainedModel):
-        yield
-        return
-    before = dict(vars(model.config))  # saving writes dtype and architectures there, which a captured step may read
-    try:
-        model.config.use_cache = True
-        yield
-    finally:
-        vars(model.config).clear()
-        vars(model.config).update(before)
-
-
 def _write(
     partial: Path, model: nn.Module, step: TrainStep, progress: Progress, tokenizer: Any, merge: bool, parts: _Parts
 ) -> None:
-    with no_transformers_bars(), _config_to_generate(model):
+    # Training has no use for a key-value cache; whoever loads the model to generate has. Saving writes dtype and
+    # architectures to the config, too, which a captured step may read.
+    config = vars(model.config) if isinstance(model, PreTrainedModel) else {}
+    with no_transformers_bars(), patch.dict(config, use_cache=True):
         _save_model(model, partial, tokenizer, merge, parts.weights)
         if step.has_ema:
             with step.ema_weights() if parts.averages is None else nullcontext():

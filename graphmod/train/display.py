@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -43,11 +44,8 @@ def events_fail_once() -> Iterator[None]:
         if not handed_on:
             before(failed)
 
-    threading.excepthook = hook
-    try:
+    with patch.object(threading, "excepthook", hook):
         yield
-    finally:
-        threading.excepthook = before
 
 
 @contextmanager

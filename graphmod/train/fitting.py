@@ -7,6 +7,7 @@ import inspect
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -194,27 +195,21 @@ def _own_loss(config: RunConfig, otherwise: Callable | None, device: torch.devic
 @contextlib.contextmanager
 def _without_trace(model: nn.Module, device: torch.device, training: bool) -> Iterator[None]:
     """In training or evaluation mode; random state, buffers, attributes and modes are as before at the end."""
-    attributes = [(module, dict(vars(module))) for module in model.modules()]
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    model.train(training)
-    try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield
-    finally:
-        for module, before in attributes:
-            vars(module).clear()
-            vars(module).update(before)
-        with torch.no_grad():
-            for module, name, buffer, value in buffers:
-                module._buffers[name] = buffer
-                buffer.copy_(value)
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            stack.enter_context(patch.dict(vars(module)))
+            stack.enter_context(patch.dict(module._buffers))
+        model.train(training)
+        try:
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
 
 
 def _shown(found: Any) -> str:
