@@ -28,7 +28,7 @@ from graphmod.cli.start import CONFIGS, complain_for_all, ranks_started, say_pla
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.device import pick_device
 from graphmod.train.display import LOG_FILE, Journal
-from graphmod.train.folders import CHECKPOINTS, checkpoints, forget, from_here, link_latest, owned
+from graphmod.train.folders import CHECKPOINTS, checkpoints, forget, from_here, link_latest, owned, read_manifest
 from graphmod.train.ranks import ALONE, Ranks, joined, ranks_of
 from graphmod.train.result import RESULT_FILE, RunResult, median
 from graphmod.train.resume import (
@@ -40,9 +40,9 @@ from graphmod.train.resume import (
     claimed,
     decisive_settings,
     holds_finished_runs,
-    readable,
     require_left,
     require_same,
+    resumable,
 )
 from graphmod.train.run import CHECK_FILE, Aborted, check_training, train
 from graphmod.train.settings import DeviceName, ParallelMode, RunConfig
@@ -136,7 +136,7 @@ def job_settings(cfg: DictConfig, overrides: list[str]) -> tuple[DictConfig | di
         ConfigError: the folder holds no run, or a setting is to change that decides its numbers.
     """
     resume = str(cfg.train.resume)
-    point = None if resume in (NONE, AUTO) else readable(resume)
+    point = None if resume in (NONE, AUTO) else resumable(resume, read_manifest)[0]
     if point is None:  # where a folder was named, whoever looks for its checkpoints says what is wrong with them
         return cfg, []
     assert point.checkpoint is not None

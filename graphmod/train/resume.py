@@ -205,11 +205,6 @@ class ResumePoint:
     changed: list[str] = field(default_factory=list)
 
 
-def newest_whole(run_dir: Path) -> tuple[ResumePoint | None, list[str]]:
-    """The newest checkpoint of a run that is not damaged, or None; and what is wrong with each one after it."""
-    return first_whole(checkpoints(run_dir / CHECKPOINTS), lambda folder: ResumePoint(run_dir, folder, verify(folder)))
-
-
 def _skipping(point: ResumePoint, damage: list[str]) -> ResumePoint:
     for what in damage:
         log.warning(f"{what}; it is skipped")
@@ -236,7 +231,7 @@ def _in_own_folder(run_dir: Path, held: ExitStack) -> ResumePoint | None:
     left it begins in a folder beside, because in its own it would delete and overlay what may still be rescued."""
     folder, damage = run_dir, []
     for number in itertools.count(1):
-        point, found = newest_whole(folder)
+        point, found = resumable(str(folder)) if (folder / CHECKPOINTS).is_dir() else (None, [])
         if point is not None:
             return _skipping(point, damage + found)
         if not found:
@@ -268,7 +263,7 @@ def _automatic(run_dir: Path, settings: dict[str, Any], beside: bool, held: Exit
     for path in runs:
         if path == run_dir or not (path / CHECKPOINTS).is_dir() or not _unfinished(path):
             continue
-        known = readable(str(path))
+        known, _ = resumable(str(path), read_manifest)
         changed = differences(known.manifest["settings"], settings) if known else []
         with ExitStack() as candidate:
             try:
@@ -281,7 +276,7 @@ def _automatic(run_dir: Path, settings: dict[str, Any], beside: bool, held: Exit
                 others.append((path, changed))
                 continue
             clear_leftovers(path / CHECKPOINTS)
-            point, found = newest_whole(path)
+            point, found = resumable(str(path))
             damage += found
             if point is not None and _unfinished(path):  # else its last process has ended it just now
                 held.push(candidate.pop_all())
@@ -331,28 +326,25 @@ def run_of(resume: str) -> Path:
     return folder.parent.parent
 
 
-def readable(resume: str) -> ResumePoint | None:
-    """The checkpoint that `train.resume=FOLDER` names, or the newest one of that run, whose manifest can be read, the
-    rest being whole or not; None without one. Raises ConfigError as `run_of`."""
+def resumable(resume: str, look: Callable[[Path], dict[str, Any]] = verify) -> tuple[ResumePoint | None, list[str]]:
+    """The checkpoint that `train.resume=FOLDER` names, or the newest one of that run, which is not damaged as far as
+    `look` can tell, with the manifest that it returns; None without one. And what is wrong with each one after it.
+    Raises ConfigError as `run_of`."""
     run, folder = run_of(resume), Path(resume).absolute()
-    named = checkpoints(run / CHECKPOINTS) if run == folder else [folder]
-    return first_whole(named, lambda one: ResumePoint(run, one, read_manifest(one)))[0]
+    found = checkpoints(run / CHECKPOINTS) if run == folder else [folder]
+    return first_whole(found, lambda one: ResumePoint(run, one, look(one)))
 
 
-def _named(resume: str) -> ResumePoint:
-    run, folder = run_of(resume), Path(resume).absolute()
-    if run == folder:
-        point, damage = newest_whole(folder)
-        if point is None:
-            why = "; ".join(damage) or "there are none"
-            raise ConfigError(
-                f"train.resume={resume}: it has no undamaged checkpoint ({why}); to start a new run: train.resume=none"
-            )
+def _whole(resume: str) -> ResumePoint:
+    point, damage = resumable(resume)
+    if point is not None:
         return _skipping(point, damage)
-    try:
-        return ResumePoint(run, folder, verify(folder))
-    except DamagedCheckpoint as error:
-        raise ConfigError(f"{error}; to use the newest whole one: train.resume={run}") from error
+    run, why = run_of(resume), "; ".join(damage) or "there are none"
+    if run != Path(resume).absolute():
+        raise ConfigError(f"{why}; to use the newest whole one: train.resume={run}")
+    raise ConfigError(
+        f"train.resume={resume}: it has no undamaged checkpoint ({why}); to start a new run: train.resume=none"
+    )
 
 
 def _require_new(run_dir: Path) -> None:
@@ -373,7 +365,7 @@ def _locate(resume: str, run_dir: Path, settings: dict[str, Any], beside: bool, 
         if point.checkpoint is None:
             _require_no_result(point.run_dir)
         return point
-    point = _named(resume)
+    point = _whole(resume)
     if point.run_dir == run_dir:
         _require_newest(point)
         return point
