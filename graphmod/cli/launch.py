@@ -187,29 +187,24 @@ class Peers:
     def _end(self, rank: int, message: dict[str, Any]) -> None:
         """Another rank has failed, or is gone, or the first one ends all."""
         with self._ending:
-            if not self._ended.is_set():
-                self._end_all(rank, message)
-
-    def _end_all(self, rank: int, message: dict[str, Any]) -> None:
-        if "end" in message:
-            os._exit(message["end"])
-        status = self.status = message.get("status", 1)
-        self.lost = message.get("failed") or f"rank {rank} ended without an error message: it was killed, or it crashed"
-        if message.get("failed"):
-            self.lost = f"rank {rank}: {self.lost}"
-        else:
-            self.lost += self.way_on()
-        for other in self._links:
-            if other != rank:
-                self._tell(other, end=status)
-        self._noticed.set()
-        if self._ranks.rank == 1:  # the first one is gone, and one of the others speaks
-            self.speak(self.lost)
-        if self._ended.wait(_GRACE if message else _GRACE_ALONE):
-            return
-        if self._ranks.first:
-            self.speak(self.lost)
-        os._exit(status)
+            if self._ended.is_set():
+                return
+            if "end" in message:
+                os._exit(message["end"])
+            status = self.status = message.get("status", 1)
+            said, gone = message.get("failed"), "ended without an error message: it was killed, or it crashed"
+            self.lost = f"rank {rank}: {said}" if said else f"rank {rank} {gone}{self.way_on()}"
+            for other in self._links:
+                if other != rank:
+                    self._tell(other, end=status)
+            self._noticed.set()
+            if self._ranks.rank == 1:  # the first one is gone, and one of the others speaks
+                self.speak(self.lost)
+            if self._ended.wait(_GRACE if message else _GRACE_ALONE):
+                return
+            if self._ranks.first:
+                self.speak(self.lost)
+            os._exit(status)
 
 
 def _server(address: str) -> socket.socket:

@@ -265,18 +265,10 @@ class Iteration:
         Args:
             loss: of the step, 0-d; looked at only by a guarded iteration, which needs it.
         """
-        if self.experts is None:
-            return self._update(loss, None)
-        held = self.experts.held
-        counters = [self.position, self.first_bad, self.skipped, self.scale, self.growth]
-        before = [(tensor, tensor.clone()) for tensor in counters if tensor is not None]
-        norm = self._update(loss, held)
-        for tensor, value in before:
-            tensor.copy_(torch.where(held, value, tensor))
-        return norm
-
-    def _update(self, loss: Tensor | None, held: Tensor | None) -> Tensor | None:
-        """`held` says whether nothing may change but what counts steps."""
+        held, before = None, []
+        if self.experts is not None:  # where tokens were left out, nothing may change
+            held, counters = self.experts.held, (self.position, self.first_bad, self.skipped, self.scale, self.growth)
+            before = [(tensor, tensor.clone()) for tensor in counters if tensor is not None]
         if self.rates is not None:
             rate = self.rates[self.position.clamp(max=len(self.rates) - 1)].squeeze(0)
             for group in self.optimizer.param_groups:
@@ -297,6 +289,9 @@ class Iteration:
             self.optimizer.step()
         if self.ema_decay is not None:
             self._average(self.ema_decay, held)
+        if held is not None:
+            for tensor, value in before:
+                tensor.copy_(torch.where(held, value, tensor))
         return norm
 
     @torch.no_grad()
