@@ -7,8 +7,9 @@ which they make lists, `model.path`, which becomes a folder, and `data.seq_len`,
 """
 
 import math
+import operator
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum, StrEnum
 from importlib.util import find_spec
@@ -41,20 +42,6 @@ def require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def at_least(group: str, part: object, least: float, *names: str) -> None:
-    """Checks that settings of a group are null or at least that."""
-    for name in names:
-        value = getattr(part, name)
-        require(value is None or value >= least, f"{group}.{name} must be at least {least}, got {value}")
-
-
-def share(group: str, part: object, *names: str) -> None:
-    """Checks that settings of a group are from 0 to 1."""
-    for name in names:
-        value = getattr(part, name)
-        require(0 <= value <= 1, f"{group}.{name} is a share and must be from 0 to 1, got {value}")
-
-
 def require_read(chooses: str, values: Any, choice: str, read_by: dict[str, Collection[str]]) -> None:
     """Raises ConfigError for a setting of `values` that does nothing with this choice; each is read by some choices of
     the setting `chooses`, and says nothing with its default, false or 0."""
@@ -66,13 +53,6 @@ def require_read(chooses: str, values: Any, choice: str, read_by: dict[str, Coll
             f"{chooses.partition('.')[0]}.{name} does nothing with {chooses}={choice}; leave it out, or choose "
             f"{chooses}={' | '.join(sorted(readers))}",
         )
-
-
-def positive(group: str, part: object, *names: str) -> None:
-    """Checks that settings of a group are null, or above 0 and finite."""
-    for name in names:
-        value = getattr(part, name)
-        require(value is None or 0 < value < math.inf, f"{group}.{name} must be above 0 and finite, got {value}")
 
 
 # -- graph: what `TrainStep` may be told -------------------------------------------------------------------------------
@@ -184,11 +164,6 @@ def check_model(model: ModelConfig) -> None:
             f"model.precision={model.precision} multiplies by the weights in 8 bits to train them, and model.lora.r="
             f"{model.lora.r} trains adapters beside them; drop one of them",
         )
-    at_least("model", model, 1, "layers", "hidden_size", "heads", "kv_heads", "head_dim", "intermediate_size")
-    at_least("model", model, 1, "max_positions", "vocab_size")
-    positive("model", model, "rope_theta")
-    if model.dropout is not None:
-        require(0 <= model.dropout < 1, f"model.dropout must be at least 0 and below 1, got {model.dropout}")
     kind = model.architecture
     require(
         model.target is None or kind == CUSTOM,
@@ -219,9 +194,6 @@ def check_model(model: ModelConfig) -> None:
 
 def _check_lora(model: ModelConfig) -> None:
     lora = model.lora
-    at_least("model.lora", lora, 1, "r")
-    positive("model.lora", lora, "alpha")
-    require(0 <= lora.dropout < 1, f"model.lora.dropout must be at least 0 and below 1, got {lora.dropout}")
     require(
         lora.r is None or model.architecture == LOCAL,
         f"model.lora.r={lora.r} trains adapters of a saved model, and model.architecture={model.architecture} is built "
@@ -351,8 +323,6 @@ def _check_own(data: DataConfig) -> None:
 
 def check_data(data: DataConfig, model: ModelConfig) -> None:
     """Raises ConfigError for a path that is missing or not there; makes `data.path` a list of str, or None."""
-    at_least("data", data, 1, "max_bytes", "vocab_size", "seq_len", "batch_size")
-    require(0 <= data.eval_fraction < 1, f"data.eval_fraction must be at least 0 and below 1, got {data.eval_fraction}")
     if data.source is Source.custom:
         _check_own(data)
         return
@@ -484,22 +454,17 @@ _OF_SCHEDULES: dict[str, Collection[str]] = {
 
 
 def check_optim(optim: OptimConfig) -> None:
-    """Raises ConfigError for rates and shares outside their range, and for settings that nothing reads."""
+    """Raises ConfigError for numbers that do not go together, and for settings that nothing reads."""
     require_read("optim", optim, optim.name, _OF_OPTIMIZERS)
     require_read("optim.schedule", optim, optim.schedule, _OF_SCHEDULES)
-    positive("optim", optim, "learning_rate", "eps")
     require(
         len(optim.betas) == 2 and all(0 <= beta < 1 for beta in optim.betas),
         f"optim.betas must be two numbers of at least 0 and below 1, such as [0.9,0.95], got {list(optim.betas)}",
     )
-    require(0 <= optim.momentum < 1, f"optim.momentum must be at least 0 and below 1, got {optim.momentum}")
     require(
         not optim.nesterov or optim.momentum > 0 or optim.name not in (OptimizerName.sgd, OptimizerName.muon),
         "optim.nesterov=true needs optim.momentum above 0; raise it, or set optim.nesterov=false",
     )
-    at_least("optim", optim, 0, "weight_decay")
-    require(optim.weight_decay < math.inf, "optim.weight_decay must be finite, got inf")
-    share("optim", optim, "warmup_fraction", "min_lr_ratio")
     norm = optim.max_grad_norm
     require(norm is None or norm > 0, f"optim.max_grad_norm must be above 0, or null to not clip, got {norm}")
 
@@ -617,7 +582,7 @@ def check_resume(resume: str) -> None:
 
 
 def check_train(train: TrainConfig) -> None:
-    """Raises ConfigError for numbers outside their range and runs that are not there; makes `train.log` a list."""
+    """Raises ConfigError for a log, loss or run that is not there; makes `train.log` a list."""
     _check_log(train)
     require(
         train.loss is not None,
@@ -630,12 +595,7 @@ def check_train(train: TrainConfig) -> None:
     )
     if train.own_loss:
         check_target("train.loss", train.own_loss)
-    at_least("train", train, 1, "steps", "epochs", "grad_accumulation", "log_every", "eval_batches")
-    at_least("train", train, 1, "keep_checkpoints", "sample_tokens")
-    at_least("train", train, 0, "eval_every", "checkpoint_every", "sample_every", "sample_temperature", "seed")
     require(train.seed < 2**64, f"train.seed must fit into 64 bits, got {train.seed}")
-    decay = train.ema_decay
-    require(decay is None or 0 <= decay < 1, f"train.ema_decay must be at least 0 and below 1, or null, got {decay}")
     check_resume(train.resume)
     require(
         train.resume == "none" or train.checkpoint,
@@ -700,10 +660,7 @@ class ParallelConfig:
 
 
 def check_parallel(parallel: ParallelConfig) -> None:
-    """Raises ConfigError for numbers that cannot be, and settings that do nothing."""
-    at_least("parallel", parallel, 1, "gpus")
-    at_least("parallel", parallel, 2, "tp")
-    positive("parallel", parallel, "capacity_factor")
+    """Raises ConfigError for settings that do nothing, or are missing."""
     mode = parallel.mode
     require(
         parallel.tp is None or mode.splits_layers,
@@ -775,6 +732,40 @@ class RunConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
 
+# What numbers must be where they are not null.
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "at least 1": (
+        lambda value: value >= 1,
+        "model.layers model.hidden_size model.heads model.kv_heads model.head_dim model.intermediate_size "
+        "model.max_positions model.vocab_size model.lora.r data.max_bytes data.vocab_size data.seq_len data.batch_size "
+        "train.steps train.epochs train.grad_accumulation train.log_every train.eval_batches train.keep_checkpoints "
+        "train.sample_tokens parallel.gpus",
+    ),
+    "at least 2": (lambda value: value >= 2, "parallel.tp"),
+    "at least 0": (
+        lambda value: value >= 0,
+        "train.eval_every train.checkpoint_every train.sample_every train.sample_temperature train.seed",
+    ),
+    "at least 0 and finite": (lambda value: 0 <= value < math.inf, "optim.weight_decay"),
+    "at least 0 and below 1": (
+        lambda value: 0 <= value < 1,
+        "model.dropout model.lora.dropout data.eval_fraction optim.momentum train.ema_decay",
+    ),
+    "a share, from 0 to 1": (lambda value: 0 <= value <= 1, "optim.warmup_fraction optim.min_lr_ratio"),
+    "above 0 and finite": (
+        lambda value: 0 < value < math.inf,
+        "model.rope_theta model.lora.alpha optim.learning_rate optim.eps parallel.capacity_factor",
+    ),
+}
+
+
+def _check_ranges(config: RunConfig) -> None:
+    for words, (fits, names) in _RANGES.items():
+        for name in names.split():
+            value = operator.attrgetter(name)(config)
+            require(value is None or fits(value), f"{name} must be {words}, got {value}")
+
+
 def _check_split(config: RunConfig) -> None:
     """Raises ConfigError for what needs a whole model on each rank."""
     mode = config.parallel.mode
@@ -801,6 +792,7 @@ def _check_split(config: RunConfig) -> None:
 def check(config: RunConfig) -> None:
     """Raises ConfigError for the first setting, combination or path that cannot work."""
     train, graph = config.train, config.graph
+    _check_ranges(config)
     check_model(config.model)
     check_data(config.data, config.model)
     check_optim(config.optim)
