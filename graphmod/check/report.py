@@ -98,7 +98,7 @@ class Guarded:
     def describe(self, verbose: bool = False) -> str:
         """How many there are of it, such as `4 parameters`; `verbose` says how they are compared, and lists each value
         with the line that reads it."""
-        what = self.what if self.count != 1 else re.sub(r"^((class |global )?\w+)s\b", r"\1", self.what)
+        what = self.what if self.count != 1 else re.sub(r"^((class |global |other )?\w+)s\b", r"\1", self.what)
         text = f"{self.count} {what}"
         if not verbose:
             return text.partition(" (")[0]

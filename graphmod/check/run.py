@@ -496,19 +496,16 @@ class Kinds:
 
     def __init__(self) -> None:
         self._values: dict[str, dict[tuple, tuple[str, str, str]]] = {}
-        self._parameters: dict[int, Tensor] = {}
         self._tensors: dict[int, Tensor] = {}
         self._modules: dict[int, nn.Module] = {}
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
-        self._code: set[tuple] = set()
         self._references: set[tuple] = set()
 
     def add(self, guards: Guards) -> None:
         """Takes in the guards of one recorded call."""
         self._optimizers.update((id(one), one) for one in guards.optimizers)
         self._modules.update((id(one), one) for one in guards.modules)
-        for tensor in guards.tensors:
-            (self._parameters if isinstance(tensor, nn.Parameter) else self._tensors)[id(tensor)] = tensor
+        self._tensors.update((id(one), one) for one in guards.tensors)
         groups = {id(group): one for one in guards.optimizers for group in one.param_groups}
         told = list(guards.told())
         holders = {id(dict_of(owner)): owner for owner, _, _, _ in told if not isinstance(owner, (dict, type))}
@@ -521,9 +518,7 @@ class Kinds:
                         self._set(_kind(owner, groups), (id(owner), name), name, item, where)
                 continue
             place = (id(owner), str(key))
-            if callable(value) and not isinstance(value, nn.Module):
-                self._code.add(place)
-            elif not is_plain(value) or isinstance(key, Tensor) or _is_torchs(owner):
+            if not is_plain(value) or callable(value) or isinstance(key, Tensor) or _is_torchs(owner):
                 self._references.add(place)
             elif isinstance(key, (str, int)):
                 self._set(_kind(owner, groups), place, str(key), value, where)
@@ -538,25 +533,16 @@ class Kinds:
         found = []
         for optimizer in self._optimizers.values():
             found += _of_optimizer(optimizer, self._values.pop(_settings_of(optimizer), {}).values())
-        last = self._values.pop(_OF_LIBRARIES, None)
-        others = {**self._values, **({_OF_LIBRARIES: last} if last else {})}
-        for kind, values in others.items():
+        for kind, values in sorted(self._values.items(), key=lambda one: one[0] == _OF_LIBRARIES):
             found.append(Guarded(kind, len(values), list(values.values())))
-        if self._modules:
-            found.append(
-                Guarded(_many(len(self._modules), "module", "their classes, modes and hooks"), len(self._modules))
-            )
-        for tensors, noun in ((self._parameters, "parameter"), (self._tensors, "other tensor")):
-            if tensors:
-                found.append(Guarded(_many(len(tensors), noun, "by address, shape and strides"), len(tensors)))
-        others = len(self._references | self._code)
-        if others:
-            found.append(Guarded(_many(others, "reference", "to objects and functions, by identity"), others))
-        return found
-
-
-def _many(count: int, noun: str, how: str) -> str:
-    return f"{noun}{'' if count == 1 else 's'} ({how})"
+        parameters = sum(isinstance(one, nn.Parameter) for one in self._tensors.values())
+        others = {
+            "modules (their classes, modes and hooks)": len(self._modules),
+            "parameters (by address, shape and strides)": parameters,
+            "other tensors (by address, shape and strides)": len(self._tensors) - parameters,
+            "references (to objects and functions, by identity)": len(self._references),
+        }
+        return found + [Guarded(what, count) for what, count in others.items() if count]
 
 
 def _is_torchs(owner: Any) -> bool:
