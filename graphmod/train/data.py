@@ -613,11 +613,15 @@ def row_encoder(codec: TokenizerCodec | None, everything: bool) -> Encoder:
     return encode
 
 
-def _row_documents(data: DataConfig, path: str, rows: Any, columns: list[str]) -> Iterator[Document]:
+def _row_documents(data: DataConfig, path: str) -> Iterator[Document]:
     def place(number: int) -> str:
         return f"row {number:,} of data.path={path}"
 
-    number, skipped = 0, []
+    rows, number, skipped = open_rows(data, path), 0, []
+    first = next(read_rows(path, rows, 1), None)
+    if first is None:
+        return
+    columns = _columns(data, path, list(first))
     for batch in read_rows(path, rows, _READ_TOGETHER):
         for found in zip(*(batch[name] for name in columns), strict=True):
             number += 1
@@ -651,19 +655,7 @@ def load_rows(data: DataConfig, codec: TokenizerCodec | None) -> tuple[Tensor, T
         ConfigError: the library is not installed, the files cannot be read, or have no such column or nothing in it, a
             row holds something else, or the tokenizer has no chat template for chats.
     """
-    found = [_load_path(data, path, codec) for path in data.path]
-    tokens, starts = zip(*found, strict=True)
-    ends = list(itertools.accumulate(map(len, tokens)))
-    begun = [begins + end - len(part) for part, begins, end in zip(tokens, starts, ends, strict=True) if len(part)]
-    return torch.cat(tokens), torch.cat(begun) if begun else torch.zeros(1, dtype=torch.int64)
-
-
-def _load_path(data: DataConfig, path: str, codec: TokenizerCodec | None) -> tuple[Tensor, Tensor]:
-    rows = open_rows(data, path)
-    first = next(read_rows(path, rows, 1), None)
-    if first is None:
-        return torch.empty(0, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
-    documents = _row_documents(data, path, rows, _columns(data, path, list(first)))
+    documents = itertools.chain.from_iterable(_row_documents(data, path) for path in data.path)
     return flattened(pieces(codec, documents), row_encoder(codec, data.train_on is TrainOn.all))
 
 
