@@ -161,16 +161,9 @@ def causal_sdpa(
 def _refuse_unknown(kwargs: dict[str, Any]) -> None:
     strange = sorted(name for name, value in kwargs.items() if value is not None and name not in _UNDERSTOOD)
     if strange:
-        raise Unknown(strange)
-
-
-class Unknown(ConfigError):
-    """An attention is asked for something, by these names, that `causal_sdpa` does not compute."""
-
-    def __init__(self, names: list[str]) -> None:
-        super().__init__(
-            f"{NAME} attention does not compute {', '.join(names)}, which this model asks for; leave its attention as "
-            "it is"
+        raise ConfigError(
+            f"{NAME} attention does not compute {', '.join(strange)}, which this model asks for; leave its attention "
+            "as it is"
         )
 
 
@@ -267,7 +260,7 @@ def _rules(model: PreTrainedModel) -> list[tuple[nn.Module, Rule]]:
 
     try:
         decoding(list(model.modules()), ask)
-    except Unknown:
+    except ConfigError:  # of `_refuse_unknown`
         raise
     except Exception as error:  # of a model's own code: anything
         why = str(error) if isinstance(error, Unclear) else f"it fails with an exchanged attention: {reason(error)}"
