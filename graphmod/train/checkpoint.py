@@ -42,7 +42,7 @@ from graphmod.train.folders import (
     checksum,
     clear_leftovers,
 )
-from graphmod.train.model import dims_of, has_adapters, load_weights, no_transformers_bars, save_merged
+from graphmod.train.model import dims_of, load_weights, no_transformers_bars, save_merged
 from graphmod.train.parallel import local, shards, spread, whole
 from graphmod.train.step import TrainStep
 
@@ -216,28 +216,22 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-@dataclass
-class _Parts:
-    """What ranks that have parts of a model hand to the first one."""
-
-    # All weights, and the averaged ones, by name; None where the model has them.
-    weights: dict[str, torch.Tensor] | None = None
-    averages: dict[str, torch.Tensor] | None = None
-    files: dict[str, list[int]] = field(default_factory=dict)  # that ranks have written: size and checksum, by path
+# All weights of a model, and the averaged ones, by name, None where it has them itself; and of files that ranks have
+# written size and checksum, by path.
+_Parts = tuple[dict[str, Tensor] | None, dict[str, Tensor] | None, dict[str, list[int]]]
 
 
 def _save_parts(partial: Path, model: nn.Module, step: TrainStep, ranks: Any) -> _Parts:
-    """Writes this rank's part; all ranks call this."""
+    """Writes this rank's part; all ranks call this. Returns what the first one is handed."""
     if ranks.first:
         (partial / SHARDS).mkdir()
     ranks.wait()
-    found = _Parts(whole_weights(model, ranks.first))
+    weights, averages = whole_weights(model, ranks.first), None
     if step.has_ema:
         with step.ema_weights():
-            found.averages = whole_weights(model, ranks.first)
-    for files in ranks.all(save_shards(partial / SHARDS, step, ranks.host)):
-        found.files |= {f"{SHARDS}/{name}": listed for name, listed in files.items()}
-    return found
+            averages = whole_weights(model, ranks.first)
+    written = ranks.all(save_shards(partial / SHARDS, step, ranks.host))
+    return weights, averages, {f"{SHARDS}/{name}": listed for files in written for name, listed in files.items()}
 
 
 def _save_model(
@@ -249,7 +243,7 @@ def _save_model(
         save_plain(model.state_dict() if weights is None else weights, folder / WEIGHTS_FILE)
     else:
         model.save_pretrained(folder, state_dict=weights)
-        if merge and has_adapters(model):  # of which alone transformers writes the weights
+        if merge and getattr(model, "_hf_peft_config_loaded", False):  # else all weights have been written
             folders.append(folder / MERGED_FOLDER)
             save_merged(model, folder, folders[-1])
     for one in folders if tokenizer is not None else ():  # each is a model that is sampled from by itself
@@ -259,21 +253,21 @@ def _save_model(
 def _write(
     partial: Path, model: nn.Module, step: TrainStep, progress: Progress, tokenizer: Any, merge: bool, parts: _Parts
 ) -> None:
+    weights, averages, files = parts
     # Training has no use for a key-value cache; whoever loads the model to generate has. Saving writes dtype and
     # architectures to the config, too, which a captured step may read.
     config = vars(model.config) if isinstance(model, PreTrainedModel) else {}
     with no_transformers_bars(), patch.dict(config, use_cache=True):
-        _save_model(model, partial, tokenizer, merge, parts.weights)
+        _save_model(model, partial, tokenizer, merge, weights)
         if step.has_ema:
-            with step.ema_weights() if parts.averages is None else nullcontext():
-                _save_model(model, partial / EMA_FOLDER, tokenizer, merge, parts.averages)
+            with step.ema_weights() if averages is None else nullcontext():
+                _save_model(model, partial / EMA_FOLDER, tokenizer, merge, averages)
     of_step = step.state_dict()
     of_step.pop("ema", None)
     state = {
         "steps_done": progress.steps_done,
-        "learning_rate": float(step.learning_rate),
         "step": of_step,
-        "trained": {} if parts.files else _state(step),  # else it is in shards
+        "trained": {} if files else _state(step),  # else it is in shards
         "random": progress.random,
         "losses": torch.tensor(progress.losses, dtype=torch.float32),
         "eval_losses": [list(entry) for entry in progress.eval_losses],
@@ -283,7 +277,7 @@ def _write(
     for path in sorted(path for path in partial.rglob("*") if path.is_file()):  # the manifest is not there yet
         _sync(path)
         name = path.relative_to(partial).as_posix()
-        listed[name] = parts.files.get(name) or [path.stat().st_size, checksum(path)]
+        listed[name] = files.get(name) or [path.stat().st_size, checksum(path)]
     manifest = {
         "format": FORMAT,
         "graphmod": graphmod.__version__,
@@ -332,7 +326,7 @@ def save_checkpoint(
             return folder
         clear_leftovers(parent)
         partial.mkdir(parents=True)
-        parts = _Parts() if ranks is None else _save_parts(partial, model, step, ranks)
+        parts = (None, None, {}) if ranks is None else _save_parts(partial, model, step, ranks)
         _write(partial, model, step, progress, tokenizer, merge, parts)
         if folder.exists():
             os.replace(folder, replaced)

@@ -161,11 +161,6 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, base: str) -> P
     return model
 
 
-def has_adapters(model: PreTrainedModel) -> bool:
-    """Whether `model` was given adapters."""
-    return bool(getattr(model, "_hf_peft_config_loaded", False))
-
-
 def is_adapter(folder: Path) -> bool:
     """Whether `folder` holds adapters and not a whole model. Raises ConfigError where `peft` is needed and missing."""
     found = (folder / ADAPTER_FILE).is_file()

@@ -464,8 +464,7 @@ def restore(
     in_shards = (folder / SHARDS).is_dir()  # else it is here, and empty of an optimizer without a state
     put_state(step, load_shards(folder / SHARDS, step) if in_shards else state["trained"])
     for group, rate in zip(step.optimizer.param_groups, rates, strict=True):
-        rate.copy_(torch.as_tensor(state["learning_rate"]))
-        group["lr"] = rate
+        group["lr"] = rate  # which the next step fills
     step.load_state_dict(state["step"])
     if rank == 0 or len(state["random"]) == ranks:
         torch.set_rng_state(state["random"][rank]["cpu"])
