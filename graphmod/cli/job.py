@@ -116,10 +116,8 @@ def _changed(saved: dict[str, dict[str, Any]], given: dict[str, Any]) -> dict[st
 def _start_as_many(settings: dict[str, Any], manifest: dict[str, Any]) -> None:
     """Has as many ranks started as the run had, where a launcher had started them, or its settings left the number to
     the GPUs of its machine; this one may have too few."""
-    parallel = settings["parallel"]
-    shared = parallel.get("mode", ParallelMode.none) != ParallelMode.none
-    count = manifest["processes"]
-    if not shared or parallel.get("gpus") is not None or count == 1:
+    parallel, count = settings["parallel"], manifest["processes"]
+    if parallel["mode"] == ParallelMode.none or parallel["gpus"] is not None or count == 1:
         return
     if pick_device(DeviceName(settings["train"]["device"])).type == "cpu" or count <= torch.cuda.device_count():
         parallel["gpus"] = count

@@ -122,7 +122,8 @@ class CompiledUpdate:
             not switched_off()
             and type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
             and _steps_by_itself(optimizer)
-            and not any(_step_hooks(optimizer))
+            and not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+            and not (base_optimizer._global_optimizer_pre_hooks or base_optimizer._global_optimizer_post_hooks)
             and all(itertools.starmap(self._plain, enumerate(optimizer.param_groups)))
             and len({(self._settings[index], *kind) for (index, *kind), _ in self._kinds()}) <= _MOST_KINDS
         )
@@ -308,14 +309,3 @@ def _adam(
 def _wide(tensor: Tensor) -> Tensor:
     """A copy in float32, or in float64 if it is that."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
-
-
-def _step_hooks(optimizer: torch.optim.Optimizer) -> tuple[dict, ...]:
-    """The hooks that run around an optimizer's step: its own, and those of all optimizers. A class that only passes
-    everything on to an optimizer may have none."""
-    return (
-        getattr(optimizer, "_optimizer_step_pre_hooks", {}),
-        getattr(optimizer, "_optimizer_step_post_hooks", {}),
-        base_optimizer._global_optimizer_pre_hooks,
-        base_optimizer._global_optimizer_post_hooks,
-    )
