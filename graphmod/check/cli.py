@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphmod.check.report import Report, of_all_ranks, shortened
-from graphmod.errors import GraphmodError
+from graphmod.errors import ConfigError, GraphmodError
 from graphmod.words import ranks_in_words
 
 if TYPE_CHECKING:
@@ -42,10 +42,6 @@ exit status: 0: it would be captured; 1: there are hazards, or ranks diverge; 2:
 
 _FEW, _MANY = 3, 8  # of the names most like one, and of those that there are
 _OTHERS = 5.0  # seconds in which ranks may fail after the first, to be told of with it
-
-
-class Unusable(Exception):
-    """What was asked for cannot be checked; the text is one sentence."""
 
 
 def parser(program: str) -> argparse.ArgumentParser:
@@ -95,7 +91,7 @@ def main(arguments: list[str], program: str = "graphmod check") -> int:
         parsing.error(f"--timeout must be above 0, got {given.timeout:g}")
     try:
         report = check_as_ranks(given.ranks, arguments) if given.ranks else checked_as_given(given)
-    except Unusable as error:
+    except GraphmodError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     written = _print(report.to_json() if given.json else report.describe(given.verbose))
@@ -104,7 +100,7 @@ def main(arguments: list[str], program: str = "graphmod check") -> int:
 
 def checked_as_given(given: argparse.Namespace, meeting: Meeting | None = None) -> Report:
     """The report of what the arguments name. Without a meeting, of ranks that are processes of this command, those of
-    the program itself meet. Raises Unusable where it cannot be checked."""
+    the program itself meet. Raises GraphmodError where it cannot be checked."""
     from graphmod.check.meeting import meeting_of_ranks  # loads PyTorch, which --help need not wait for
     from graphmod.check.run import checked
 
@@ -140,7 +136,7 @@ def _made(name: str, name_of_args: str | None) -> tuple[Callable, tuple, dict, i
         if isinstance(made, dict):
             return target, (), made, 0
         if not isinstance(made, (tuple, list)):
-            raise Unusable(
+            raise ConfigError(
                 f"{name_of_args} returned a {type(made).__name__}; it must return a tuple of arguments, or "
                 "(arguments, keyword arguments)"
             )
@@ -156,7 +152,7 @@ def _made(name: str, name_of_args: str | None) -> tuple[Callable, tuple, dict, i
     items = made if isinstance(made, (tuple, list)) else [made]
     if any(map(callable, items)):  # which no step returns
         kinds = ", ".join(type(one).__name__ for one in items)
-        raise Unusable(
+        raise ConfigError(
             f"{name} returned {f'({kinds})' if items is made else f'a {kinds}'}; to make a call, return (callable, "
             "arguments) or (callable, arguments, keyword arguments), with a tuple and a dict"
         )
@@ -166,7 +162,7 @@ def _made(name: str, name_of_args: str | None) -> tuple[Callable, tuple, dict, i
 def _found(name: str) -> Callable:
     module, _, path = name.rpartition(":")
     if not (module and path):
-        raise Unusable(
+        raise ConfigError(
             f"{name!r} names no function; write package.module:function or FILE.py:function, such as my_loop:step"
         )
     module = _module_of(module)
@@ -174,18 +170,18 @@ def _found(name: str) -> Callable:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is not None and (module == error.name or module.startswith(error.name + ".")):
-            raise Unusable(f"there is no module {error.name!r} in {os.getcwd()} or among those installed") from None
-        raise Unusable(_raised(f"importing {module}", error)) from None
+            raise ConfigError(f"there is no module {error.name!r} in {os.getcwd()} or among those installed") from None
+        raise ConfigError(_raised(f"importing {module}", error)) from None
     except (Exception, SystemExit) as error:
-        raise Unusable(_raised(f"importing {module}", error)) from None
+        raise ConfigError(_raised(f"importing {module}", error)) from None
     parts = path.split(".")
     for number, part in enumerate(parts):
         try:
             found = getattr(found, part)
         except AttributeError:
-            raise Unusable(_missing(module, found, parts[:number], part)) from None
+            raise ConfigError(_missing(module, found, parts[:number], part)) from None
     if not callable(found):
-        raise Unusable(f"{name} is a {type(found).__name__}, which cannot be called")
+        raise ConfigError(f"{name} is a {type(found).__name__}, which cannot be called")
     return found
 
 
@@ -209,7 +205,7 @@ def _module_of(given: str) -> str:
     file = Path(given).expanduser()
     file = file if file.suffix == ".py" else file.with_name(f"{file.name}.py")
     if not file.is_file():
-        raise Unusable(
+        raise ConfigError(
             f"there is no file {file}; write FILE.py:function, or package.module:function, such as my_loop:step"
         )
     inside = Path(os.path.abspath(file)).with_suffix("").parts
@@ -218,17 +214,17 @@ def _module_of(given: str) -> str:
     if inside[: len(here)] == here and all(part.isidentifier() for part in inside[len(here) :]):
         return ".".join(inside[len(here) :])  # which its own relative imports may need
     if not inside[-1].isidentifier():
-        raise Unusable(f"{file} cannot be imported: {inside[-1]!r} is no name of a module; rename the file")
+        raise ConfigError(f"{file} cannot be imported: {inside[-1]!r} is no name of a module; rename the file")
     return inside[-1]
 
 
 def _tried(name: str, call: Callable[[], Any]) -> Any:
     try:
         return call()
-    except GraphmodError as error:
-        raise Unusable(str(error)) from None
+    except GraphmodError:
+        raise
     except (Exception, SystemExit) as error:
-        raise Unusable(_raised(name, error)) from None
+        raise ConfigError(_raised(name, error)) from None
 
 
 def _raised(what: str, error: BaseException) -> str:
@@ -251,7 +247,7 @@ def _raised(what: str, error: BaseException) -> str:
 
 
 def check_as_ranks(count: int, arguments: list[str]) -> Report:
-    """The report of so many ranks, for these arguments of the command. Raises Unusable where a rank could not check
+    """The report of so many ranks, for these arguments of the command. Raises ConfigError where a rank could not check
     it."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stopping:
         command = [sys.executable, "-m", "graphmod.check.one_rank", folder, *arguments]
@@ -288,7 +284,7 @@ def _gathered(folder: Path, processes: list[subprocess.Popen]) -> Report:
     if errors:
         whole = len(processes)
         said = [text if len(ranks) == whole else f"{ranks_in_words(ranks)}: {text}" for text, ranks in errors.items()]
-        raise Unusable("; ".join(said))
+        raise ConfigError("; ".join(said))
     return of_all_ranks(reports)
 
 

@@ -22,9 +22,9 @@ from torch import distributed
 from torch.distributed import device_mesh, distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from graphmod.check.cli import Unusable, checked_as_given, outcome_of, parser
+from graphmod.check.cli import checked_as_given, outcome_of, parser
 from graphmod.check.meeting import Meeting, objects_exchanged
-from graphmod.errors import ConfigError
+from graphmod.errors import ConfigError, GraphmodError
 from graphmod.torch_private import register_comm_hook
 from graphmod.trace.dispatch import current, hidden
 from graphmod.trace.hazards import Reason
@@ -153,7 +153,7 @@ def main(folder: Path, arguments: list[str]) -> int:
     outcome, status = None, 0
     try:
         outcome = checked_as_given(given, meeting)
-    except Unusable as error:
+    except GraphmodError as error:
         outcome, status = str(error), 2
     file = outcome_of(folder, rank)
     unfinished = file.with_suffix(".unfinished")
