@@ -13,7 +13,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -211,18 +211,6 @@ Point = Callable[[int, dict[str, float | None]], None]
 GIB = 2**30
 
 
-@dataclass
-class _Fetch:
-    """A copy on its way: the losses of steps `first` up to `last`, then one value for each of `names`."""
-
-    values: Tensor
-    arrived: "torch.cuda.Event | None"
-    first: int
-    last: int
-    names: list[str]
-    scalars: dict[str, float]
-
-
 def open_loggers(names: Sequence[str], folder: Path, settings: dict[str, Any], before: int | None) -> list[Logger]:
     """Opens the loggers of a run that `names` of `LogTo` say; where one fails, those before it are closed. `before` are
     the steps that a resumed run had done; None for a new one. Raises ConfigError, GraphmodError, or OSError where the
@@ -274,7 +262,8 @@ class Metrics:
         self._first = before.steps_done if before else 0
         self._recent = torch.zeros(steps - self._first, dtype=torch.float32, device=device)
         self._done = self._sent = 0
-        self._fetches: deque[_Fetch] = deque()
+        # Copies on their way: when they have arrived, None where they are there, and what is done then.
+        self._fetches: deque[tuple[torch.cuda.Event | None, Callable[[], None]]] = deque()
         self.losses: list[float] = list(before.losses) if before else []
         self.eval_losses: list[tuple[int, float]] = list(before.eval_losses) if before else []
         self.latest: dict[str, float] = {}
@@ -298,7 +287,7 @@ class Metrics:
             arrived.record(torch.cuda.current_stream(self._device))
         if with_losses:
             self._sent = last
-        self._fetches.append(_Fetch(values, arrived, first, last, list(parts), scalars))
+        self._fetches.append((arrived, partial(self._write, values, slice(first, last), list(parts), scalars)))
 
     def log(self, values: dict[str, Tensor | float | None], graph: dict[str, int]) -> None:
         """A log point after the step that was just done: one-element tensors, numbers, or None for what there is not,
@@ -335,29 +324,29 @@ class Metrics:
         """Writes the points whose values have arrived; with `wait`, all of them."""
         self._clock.collect(wait)
         while self._fetches:
-            fetch = self._fetches[0]
-            if fetch.arrived is not None:
+            arrived, write = self._fetches[0]
+            if arrived is not None:
                 if wait:
-                    fetch.arrived.synchronize()
-                elif not fetch.arrived.query():
+                    arrived.synchronize()
+                elif not arrived.query():
                     return
-            self._write(self._fetches.popleft())
+            self._fetches.popleft()
+            write()
 
-    def _write(self, fetch: _Fetch) -> None:
-        values = fetch.values.tolist()
-        count = fetch.last - fetch.first
+    def _write(self, fetched: Tensor, steps: slice, names: list[str], given: dict[str, float]) -> None:
+        """Hands on the losses of these steps, then a value for each of `names`, and what else is `given`."""
+        values, count, done = fetched.tolist(), steps.stop - steps.start, self._first + steps.stop
         self.losses += values[:count]
-        known = {**fetch.scalars, **dict(zip(fetch.names, values[count:], strict=True))}
-        done = self._first + fetch.last
+        known = {**given, **dict(zip(names, values[count:], strict=True))}
         self.latest |= known
         if "eval/loss" in known:
             self.eval_losses.append((done, known["eval/loss"]))
         scalars: dict[str, float | None] = {**known}
         if count:
             # Steps end before their losses arrive, so the clock knows all of these by now.
-            step_ms = median(self._clock.step_ms[fetch.first : fetch.last])
+            step_ms = median(self._clock.step_ms[steps])
             scalars["train/loss"] = values[count - 1]
-            scalars["perf/host_ms"] = median(self._clock.host_ms[fetch.first : fetch.last])
+            scalars["perf/host_ms"] = median(self._clock.host_ms[steps])
             scalars["perf/step_ms"] = step_ms
             if step_ms:
                 speed = scalars["perf/tokens_per_s"] = self._tokens / step_ms * 1e3
