@@ -215,12 +215,6 @@ def model_folder(path: str) -> Path:
     """The folder of the model that `path` means: itself, one in the cache of Hugging Face, or the latest checkpoint
     below it that is whole. The log says which later ones are damaged. Raises ConfigError where there is none, or it is
     a checkpoint that is damaged, newer than this version, or of a model of somebody's own."""
-    found = _whole(path)
-    require_no_own_model(found)
-    return found
-
-
-def _whole(path: str) -> Path:
     if path.endswith(_GGUF) and Path(path).is_file():
         raise _of_llama_cpp(path, Path(path))
     folder = saved_folder(path, f". Or train one: graphmod train{_elsewhere()}")
@@ -229,7 +223,7 @@ def _whole(path: str) -> Path:
     ):
         raise _of_llama_cpp(path, file)
     if any((folder / name).is_file() for name in _CONFIGS) or checkpoint_of(folder) is not None:
-        return require_whole(folder)
+        return require_no_own_model(require_whole(folder))
     found = _latest_first(folder)
     if not found:
         raise ConfigError(
@@ -243,7 +237,7 @@ def _whole(path: str) -> Path:
         )
     for what in damage:
         log.warning(f"{what}; it is skipped")
-    return whole
+    return require_no_own_model(whole)
 
 
 def _of_llama_cpp(path: str, file: Path) -> ConfigError:

@@ -35,12 +35,11 @@ from graphmod.train.folders import (
     STATE_FILE,
     WEIGHTS_FILE,
     DamagedCheckpoint,
-    being_replaced,
-    being_written,
     checkpoint_name,
     checkpoints,
     checksum,
     clear_leftovers,
+    meanwhile,
 )
 from graphmod.train.model import dims_of, load_weights, no_transformers_bars, save_merged
 from graphmod.train.parallel import local, shards, spread, whole
@@ -318,7 +317,7 @@ def save_checkpoint(
         GraphmodError: the disk is full, or may not be written to. Earlier checkpoints are untouched then.
     """
     folder = parent / checkpoint_name(progress.steps_done)
-    partial, replaced = being_written(folder), being_replaced(folder)
+    partial, replaced = meanwhile(folder, "partial"), meanwhile(folder, "replaced")
     owns = ranks is None or ranks.first
     try:
         if not owns:
@@ -352,7 +351,7 @@ def save_checkpoint(
 
 def _remove(folder: Path) -> None:
     # Under another name first: what is ended in the middle of it should not look like a damaged checkpoint.
-    partial = being_written(folder)
+    partial = meanwhile(folder, "partial")
     with suppress(OSError):
         os.replace(folder, partial)
     shutil.rmtree(partial, ignore_errors=True)

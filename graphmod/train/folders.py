@@ -197,8 +197,8 @@ def _in_cache(name: str) -> Path | None:
         return None
 
 
-def require_no_own_model(folder: Path) -> None:
-    """Raises ConfigError where `folder` is a checkpoint of a model of one's own, which transformers cannot build."""
+def require_no_own_model(folder: Path) -> Path:
+    """`folder`. Raises ConfigError where it is a checkpoint of one's own model, which transformers cannot build."""
     for checkpoint in (folder, folder.parent):  # averaged weights lie in a folder of the checkpoint
         try:
             target = json.loads((checkpoint / MANIFEST_FILE).read_text(encoding="utf-8"))["config"]["model"]["target"]
@@ -211,6 +211,7 @@ def require_no_own_model(folder: Path) -> None:
                 f"can be loaded here. To train on: train.resume={checkpoint.parent.parent}. In Python: model = "
                 f"{name.rpartition('.')[2]}(...); safetensors.torch.load_model(model, '{folder / WEIGHTS_FILE}')"
             )
+    return folder
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -351,14 +352,10 @@ def checkpoints(parent: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
 
 
-def being_written(folder: Path) -> Path:
-    """Where the checkpoint `folder` is until it is whole."""
-    return folder.with_name(f".{folder.name}.partial")
-
-
-def being_replaced(folder: Path) -> Path:
-    """Where an earlier checkpoint of the same name is until the new one has taken its place."""
-    return folder.with_name(f".{folder.name}.replaced")
+def meanwhile(folder: Path, state: str) -> Path:
+    """Where the checkpoint `folder` is until it is whole (`partial`), or an earlier one of the same name until the new
+    one has taken its place (`replaced`)."""
+    return folder.with_name(f".{folder.name}.{state}")
 
 
 def clear_leftovers(parent: Path) -> None:
