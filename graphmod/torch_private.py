@@ -372,26 +372,6 @@ BEGINS = "set_skip_guard_eval_unsafe"
 """The function in `EVAL_FRAME` that is called when compiled code is called, and before that returns."""
 ENDS = "_maybe_set_eval_frame"
 """The function there that is called when compiled code has begun, and when it has returned."""
-# What dynamo looks at to see whether a dispatch mode is active; which of them depends on the release.
-_MODE_FLAGS = (
-    "_is_in_torch_dispatch_mode",
-    "_is_in_non_infra_torch_dispatch_mode",
-    "_is_in_any_mode_without_ignore_compile_internals",
-)
-
-
-def mode_flags() -> dict[str, bool]:
-    """The flags by which dynamo sees whether a dispatch mode is active."""
-    return {name: getattr(_modes, name) for name in _MODE_FLAGS if hasattr(_modes, name)}
-
-
-def set_mode_flags(values: dict[str, bool]) -> None:
-    """Sets flags that `mode_flags` gave."""
-    for name, value in values.items():
-        setattr(_modes, name, value)
-    tell_dynamo = getattr(_C._dynamo.guards, "set_is_in_mode_without_ignore_compile_internals", None)
-    if tell_dynamo is not None:
-        tell_dynamo(values.get(_MODE_FLAGS[-1], False))
 
 
 def is_compiling() -> bool:

@@ -215,7 +215,8 @@ for name, place in vars(torch_private).items():
 kind, method = torch_private.INFERS_SHAPES
 assert hasattr(getattr(importlib.import_module(torch_private.SHARDING), kind), method)
 frames = importlib.import_module(torch_private.EVAL_FRAME)
-assert hasattr(frames, torch_private.BEGINS) and hasattr(frames, torch_private.ENDS) and torch_private.mode_flags()
+assert hasattr(frames, torch_private.BEGINS) and hasattr(frames, torch_private.ENDS)
+assert hasattr(torch_private.TorchDispatchMode, "ignore_compile_internals")
 assert not any(map(sharded.shared_otherwise, (divided, averaged))) and data_parallel.refused(averaged) is None
 torch_private.ATTRIBUTES |= {"FSDPParamGroup": ("_no_release_has_this",), "Reducer": ("_nor_this",)}
 print(lacks, sharded.shared_otherwise(divided), data_parallel.refused(averaged), sep="\\n")

@@ -2,8 +2,8 @@
 
 Two things stand between the two. Dynamo compiles anew for the keys under which a recorder sees operations, steps aside
 for every dispatch mode, and would go on to compile the recorder. And the kernels that inductor generates are launched
-past the dispatcher. So for as long as dynamo decides what runs, operations are shown by way of a mode of which it
-knows nothing; and each graph that inductor has compiled is one operation, which is shown with all that it is given.
+past the dispatcher. So for as long as dynamo decides what runs, operations are shown by way of a mode that it is told
+to ignore; and each graph that inductor has compiled is one operation, which is shown with all that it is given.
 In a trace it is compared by identity, like an operator. What surrounds a compiled graph takes views as it sees fit, of
 arguments that are views; those are no part of a trace. Graphs of other backends run, and are seen, operation by
 operation. A backward that was compiled writes over what its forward saved (donated buffers), so it is captured once,
@@ -11,14 +11,13 @@ and its gradients are copied into place.
 """
 
 import sys
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from graphmod.torch_private import BEGINS, ENDS, EVAL_FRAME, INDUCTOR_CODE, dynamo_stance, mode_flags, set_mode_flags
+from graphmod.torch_private import BEGINS, ENDS, EVAL_FRAME, INDUCTOR_CODE, dynamo_stance
 from graphmod.trace import dispatch
 from graphmod.trace.dispatch import Watcher
 from graphmod.trace.operations import Facts
@@ -117,7 +116,6 @@ def _beginning(begins: Callable, operators: Any) -> Callable:
             if top is None and recorder is not None:
                 recorder.ran_compiled = True
                 undo.enter(dispatch.through_a_mode())
-                undo.enter(_DynamoUnawareOfModes())
                 operators.leave(recorder)
                 undo.then(lambda _: operators.take(recorder))
                 if not recorder.watching and dynamo_stance() not in _COMPILE_NOTHING:
@@ -155,24 +153,3 @@ def leave(regions: list[list[Any]], depth: int) -> None:
     while regions is _regions.open and len(regions) > depth:
         regions[-1][2].run()
         regions.pop()
-
-
-_one_at_a_time = threading.RLock()  # these flags belong to the process
-
-
-class _DynamoUnawareOfModes:
-    """Lets compiled code run although a dispatch mode is active."""
-
-    def __init__(self) -> None:
-        self._flags: dict[str, bool] | None = None
-
-    def __enter__(self) -> None:
-        _one_at_a_time.acquire()
-        self._flags = mode_flags()
-        set_mode_flags(dict.fromkeys(self._flags, False))
-
-    def __exit__(self, *_: object) -> None:
-        if self._flags is not None:
-            set_mode_flags(self._flags)
-            self._flags = None
-            _one_at_a_time.release()
