@@ -112,11 +112,14 @@ class Sum:
         uses: those; edge: where they come together.
         otherwise: called if it is another.
         zeros_tell: whether zeros on both sides count as equal, or as something that tells nothing.
+        sums: what was added up already, in the backward that runs now, which is meant then.
     """
 
-    def __init__(self, uses: Uses, edge: GradientEdge, otherwise: Callable[[], None], zeros_tell: bool = True) -> None:
+    def __init__(
+        self, uses: Uses, edge: GradientEdge, otherwise: Callable[[], None], zeros_tell: bool = True, *sums: Tensor
+    ) -> None:
         self._otherwise, self._number, self._zeros_tell = otherwise, edge.output_nr, zeros_tell
-        self._parts: list[Tensor] = []
+        self._parts, self._backward = list(sums), current_backward() if sums else -1
         self._handles = [node.register_hook(self._collector(positions)) for node, positions in uses.items()]
         self._handles.append(edge.node.register_prehook(self._compare))
 
@@ -134,6 +137,8 @@ class Sum:
         if (
             total is None
             or not parts
+            or self._backward not in (-1, current_backward())
+            or (self._backward >= 0 and total.data_ptr() == parts[0].data_ptr())
             or total.layout is not torch.strided
             or (total.is_cuda and torch.cuda.is_current_stream_capturing())
         ):
@@ -159,31 +164,16 @@ def compare_sums(graph: Any, node: Any, places: Sequence[int], gradients: Sequen
         graph: of the call; node: its autograd node.
         places: the sums among `gradients`, which go to where the node leads.
     """
-    task = current_backward()
-
-    def compare_when_there(place: int, part: Tensor, end: Node, number: int) -> None:
-        def compare(totals: Sequence[Tensor | None]) -> None:
-            handle.remove()
-            total = totals[number]
-            if total is not None and current_backward() == task:
-                _tell_of_others(graph, place, part, total)
-
-        handle = end.register_prehook(compare)
-
     ends = node.next_functions[1:]  # past the anchor
     for place in places:
         part, (end, number) = gradients[place], ends[place]
         if part is not None and end is not None:
-            compare_when_there(place, part, end, number)
+            Sum({}, GradientEdge(end, number), functools.partial(_tell_of_others, graph, place), True, part)
 
 
-def _tell_of_others(graph: Any, place: int, part: Tensor, total: Tensor) -> None:
+def _tell_of_others(graph: Any, place: int) -> None:
     """Has a call captured anew, with the gradients of an argument's uses apart, where what autograd has for the
     argument is no longer the call's own sum, which it would hand on as it is."""
-    if total.layout is not torch.strided or total.data_ptr() == part.data_ptr():
-        return
-    if total.shape == part.shape and _equal(total, part, zeros_tell=True):
-        return
     index, context = graph.differentiable[place], graph.context
     graph.entry.used_outside.add(index)
     context.drop(graph.tape, why="code outside uses its arguments, too")
