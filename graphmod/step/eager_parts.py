@@ -51,7 +51,7 @@ from graphmod.trace import dispatch
 from graphmod.trace.dispatch import hidden
 from graphmod.trace.fast_forward import FastForward, Trail
 from graphmod.trace.garbage import no_garbage_collection
-from graphmod.trace.generators import put_back
+from graphmod.trace.generators import put_back, state_of
 from graphmod.trace.hazards import OUTSIDE, Hazard, Reason
 from graphmod.trace.host_draws import HostDraws
 from graphmod.trace.lines import location
@@ -682,6 +682,29 @@ def _give(parameter: Tensor, state: Iterable[Any]) -> None:
             setattr(parameter, name, held)
 
 
+def present(recording: Any, parameters: list[Tensor], generators: Iterable[Any] = ()) -> Callable[[], None]:
+    """Returns what brings back what code finds now, beside the values of tensors.
+
+    Args:
+        recording: of what it reads and draws from.
+        parameters: leaf tensors that may collect gradients.
+        generators: those that it may draw from as well.
+    """
+    places, host = recording.guards.keep(), recording.host_draws.states()
+    others = [(generator, state_of(generator)) for generator in generators]
+    now = [(parameter.grad, _state_of(parameter)) for parameter in parameters]
+
+    def bring_back() -> None:
+        places()
+        put_back([*others, *host])
+        for parameter, (grad, state) in zip(parameters, now, strict=True):
+            _give(parameter, state)
+            if parameter.grad is not grad:
+                parameter.grad = grad
+
+    return bring_back
+
+
 def _in_modes(modes: tuple, others: tuple, device_type: str) -> ExitStack:
     """Enters modes, if they are not those of now."""
     stack = ExitStack()
@@ -768,7 +791,7 @@ class EagerParts(Parts):
             self._found.__exit__(None, None, None)
             try:
                 self._run(made, self._call.leaves)
-                self._since, self._put_back = made.left, self._present()
+                self._since, self._put_back = made.left, present(self.graph.recording, self._owned)
                 made.learn(self._owned)
                 returned = self._take(made, self._call.leaves)
             except CutShort as cut:
@@ -965,22 +988,6 @@ class EagerParts(Parts):
 
     # -- the rest of a call that was cut short ---------------------------------------------------------------------
 
-    def _present(self) -> Callable[[], None]:
-        """Returns what brings back what code finds now, beside the values of tensors."""
-        recording = self.graph.recording
-        places, host = recording.guards.keep(), recording.host_draws.states()
-        now = [(parameter.grad, _state_of(parameter)) for parameter in self._owned]
-
-        def bring_back() -> None:
-            places()
-            put_back(host)
-            for parameter, (grad, state) in zip(self._owned, now, strict=True):
-                _give(parameter, state)
-                if parameter.grad is not grad:
-                    parameter.grad = grad
-
-        return bring_back
-
     def go_on(self, call: Call) -> Any:
         """Makes the rest of a call, after the last part that was made: its Python runs from the beginning, and finds
         what it found then, and no operation or part up to there runs once more.
@@ -992,7 +999,7 @@ class EagerParts(Parts):
         for _, left in self.lent:
             if isinstance(left, GradientBuffer):
                 left.evacuate(for_another=True)  # the graph may not know of it
-        bring_back = self._put_back or self._present()
+        bring_back = self._put_back or present(graph.recording, self._owned)
         made_before = iter(self.made)
 
         def part_again(function: Callable, args: tuple, kwargs: dict) -> Any:

@@ -25,14 +25,14 @@ from graphmod.signature.flattening import rebuild
 from graphmod.signature.modes import AUTOCAST
 from graphmod.step.arena import Tape
 from graphmod.step.context import Context
-from graphmod.step.eager_parts import EagerParts
+from graphmod.step.eager_parts import EagerParts, present
 from graphmod.step.entry import Entry
 from graphmod.step.gradients import GradientBuffer, as_memory, is_split, leave_behind, left_behind, memory_of, part
 from graphmod.step.recording import Recording
 from graphmod.step.results import Results, resolved
 from graphmod.step.static_inputs import StaticInput, static_inputs, unlike_eager
 from graphmod.torch_private import next_sequence_number, top_saved_tensors_hooks
-from graphmod.trace.generators import put_back, state_of
+from graphmod.trace.generators import put_back
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Follower
 from graphmod.trace.undo import Undo, let_through, undoing
@@ -111,8 +111,11 @@ class StepGraph:
         inside = Call(call.function, *rebuild(entry.signature.structure, given))
         passed = Given(inside)
         owned = guards.parameters()
-        before = _Before(self, owned)
-        grads = list(map(memory_of, before.grads))
+        # Puts back what the capture finds, where it fails (rule R7).
+        bring_back = present(recording, owned, (*generators, random._inst, numpy.random.mtrand._rand))
+        random_state = group.backend.random_state(), recording.host_draws.states()
+        before = list(map(_grad, owned))
+        grads = list(map(memory_of, before))
         saving, inside.oldest = self._saving(inside), next_sequence_number()
 
         def run() -> Flat:
@@ -168,17 +171,18 @@ class StepGraph:
                 raise CaptureRefused(ELSEWHERE)
             self._flags = seen.flags
             if self._flags:
-                self._look_first(captured, owned, before.grads)
+                self._look_first(captured, owned, before)
         except BaseException as error:
             if captured is not None:
                 captured.discard()
             if self.parts is None or not self.parts.began:
-                before.put_back()
+                group.backend.set_random_state(random_state[0])
+                bring_back()
             else:
                 self.parts.cut_short(error)
             raise
         self.graph = captured
-        since = before.grads if self.parts is None else self.parts.finish(captured)
+        since = before if self.parts is None else self.parts.finish(captured)
         self._grads_after = left_behind(owned, since, given, seen.made, entry)
         self._written = [t for t in seen.written.values() if not t.is_inference()]
         self._changed = seen.written.keys() | seen.inputs_written  # no argument that is copied may lie there
@@ -210,7 +214,7 @@ class StepGraph:
             group.static[output.tensor.data_ptr()] = output.tensor
         if not self.results.with_grad:
             self.forget_autograd()
-        return before.random_state
+        return random_state
 
     def _look_first(self, captured: Any, owned: list[Tensor], grads: list[Tensor | None]) -> None:
         """Launches a capture up to what it first changes, for the call that was captured, and looks at what it reads.
@@ -430,31 +434,6 @@ class StepGraph:
             torch.autograd.graph.increment_version(leaves[index])
         for index, memory in self._back:
             given[index].detach().copy_(memory)
-
-
-class _Before:
-    """What a capture finds, and puts back where it fails (rule R7): generators, gradients, and what the recorded call
-    has read. `random_state` is what `StepGraph.set_random_state` takes."""
-
-    def __init__(self, graph: StepGraph, parameters: list[Tensor]) -> None:
-        recording, self._backend = graph.recording, graph.context.group.backend
-        self._guards, self._parameters = recording.guards, parameters
-        self.grads = [parameter.grad for parameter in parameters]
-        self._bound = self._guards.bound_now()
-        self.random_state = self._backend.random_state(), recording.host_draws.states()
-        generators: list[Any] = [*recording.generators, random._inst, numpy.random.mtrand._rand]
-        self._generators = [(generator, state_of(generator)) for generator in generators]
-
-    def put_back(self) -> None:
-        device, host = self.random_state
-        self._backend.set_random_state(device)
-        put_back([*self._generators, *host])
-        self._guards.restore()
-        for found in self._bound:
-            put(*found)
-        for parameter, grad in zip(self._parameters, self.grads, strict=True):
-            if parameter.grad is not grad:
-                parameter.grad = grad
 
 
 class own_ends:
