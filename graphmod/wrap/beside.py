@@ -12,7 +12,7 @@ import contextlib
 import inspect
 import sys
 from collections import UserDict
-from collections.abc import Callable, ItemsView, Iterator, KeysView
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -47,7 +47,7 @@ class _Found:
         return self.before + len(self.items)
 
 
-class Collector:
+class Collector(dict[str, Any]):
     """Stands in for a model's collector while one of its layers runs, the same in each call, so that code which reads
     it reads the same.
 
@@ -55,29 +55,16 @@ class Collector:
         counts: each kind with how many there are before; layers: those that are wanted, None for all.
     """
 
-    __slots__ = ("_found", "_layers")
-
     def __init__(self, counts: tuple, layers: tuple | None) -> None:
-        self._found = {kind: _Found(count) for kind, count in counts}
-        self._layers = None if layers is None else frozenset(layers)
+        super().__init__({kind: _Found(count) for kind, count in counts})
+        if layers is not None:
+            self[_LAYERS] = frozenset(layers)
 
-    def keys(self) -> KeysView[str]:
-        return self._found.keys()
-
-    def items(self) -> ItemsView[str, _Found]:
-        return self._found.items()
-
-    def __getitem__(self, kind: str) -> _Found:
-        return self._found[kind]
-
-    def get(self, name: str) -> frozenset | None:
-        return self._layers if name == _LAYERS else None
-
-    def take(self) -> tuple[list, ...]:
+    def take(self) -> dict[str, list]:
         """What was collected since it was asked last, of each kind."""
-        taken = tuple(found.items for found in self._found.values())
-        for found in self._found.values():
-            found.items = []
+        taken = {kind: found.items for kind, found in self.items() if kind != _LAYERS}
+        for kind in taken:
+            self[kind].items = []
         return taken
 
     @contextlib.contextmanager
@@ -149,9 +136,8 @@ class WithMore:
         items = {name: dict(kwargs[name]) for name in self._fills}
         with contextlib.nullcontext() if self._collector is None else self._collector.active():
             result, found, changes = run(Call(self, args, {**kwargs, **items}))
-        if self._collector is not None:
-            for kind, more in zip(self._collector.keys(), found, strict=True):
-                _variable().get()[kind].extend(more)
+        for kind, more in (found or {}).items():
+            _variable().get()[kind].extend(more)
         for name, (other, gone) in zip(self._fills, changes, strict=True):
             for key in gone:
                 del kwargs[name][key]
