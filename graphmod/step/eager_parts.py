@@ -45,7 +45,7 @@ from graphmod.signature.call import Call
 from graphmod.signature.flattening import PLAIN_KINDS
 from graphmod.signature.modes import FOREIGN, GRAD, INFERENCE, SETTINGS, difference, entered_again
 from graphmod.step.gradients import GradientBuffer, Left, as_memory, is_split, leave_behind, left_behind, part
-from graphmod.step.results import PartOf, of_gradient
+from graphmod.step.results import of_argument, of_gradient
 from graphmod.torch_private import beside_dynamo, conjugated, negated, storage_uses
 from graphmod.trace import dispatch
 from graphmod.trace.dispatch import hidden
@@ -837,7 +837,6 @@ class EagerParts(Parts):
 
     def _sources(self, known: RecordedPart, recorder: Follower, tensors: list[Tensor]) -> list[Callable]:
         places = {id(static): index for index, static in enumerate(self._given)}
-        at = {address(static): index for index, static in enumerate(self._given) if address(static)}
         stood_in = {id(view): view._base for view in self.graph.stand_ins.values() if view._base is not None}
         guards = self.graph.recording.guards
         held = {*map(id, guards.tensors), *map(id, self._owned)}
@@ -854,9 +853,8 @@ class EagerParts(Parts):
                 raise CaptureRefused(f"gives the eager part {known} a tensor that requires grad; pass it detached")
             elif where in grads:
                 found.append(of_gradient(grads[where], tensor))
-            elif where in at:
-                part_of = PartOf(at[where], self._given[at[where]], tensor, argument=True)
-                found.append(lambda leaves, part_of=part_of: part_of.of(leaves[part_of.index]))
+            elif (of_given := of_argument(tensor, self._given)) is not None:
+                found.append(of_given)
             elif recorder.made(where) or where in recorder.kept_at:
                 self._own.setdefault(id(tensor), (tensor, self._own_of(tensor)))
                 found.append(self._own[id(tensor)][1])

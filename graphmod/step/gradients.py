@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from graphmod.step.entry import Entry
-from graphmod.step.results import PartOf, of_gradient
+from graphmod.step.results import of_argument, of_gradient
 from graphmod.step.static_outputs import can_swap, storage_over, swap_for_copy
 from graphmod.torch_private import is_traceable_wrapper_subclass, storage_uses
 from graphmod.trace.operations import address
@@ -202,20 +202,9 @@ def left_behind(
             return None
         if owners[id(grad)] is not parameter:
             return of_gradient(owners[id(grad)])
-        return _argument(grad, given) or _lend(parameter, grad, made, entry)
+        return of_argument(grad, given) or _lend(parameter, grad, made, entry)
 
     return [(parameter, taken(parameter, grad)) for parameter, grad in left]
-
-
-def _argument(grad: Tensor, given: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], Tensor] | None:
-    """What finds a gradient that is one of the tensors that a call was given, or a view of one; None of others."""
-    for index, static in enumerate(given):
-        if grad is static:
-            return operator.itemgetter(index)
-        if address(grad) and address(grad) == address(static):
-            view = PartOf(index, static, grad, argument=True)
-            return lambda given: view.of(given[view.index])
-    return None
 
 
 def _lend(parameter: Tensor, grad: Tensor, made: Callable[[int], bool], entry: Entry) -> GradientBuffer | Tensor:

@@ -7,6 +7,7 @@ into one is seen in the other, and so it must be after a replay.
 from __future__ import annotations
 
 import functools
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -30,34 +31,22 @@ from graphmod.trace.recorder import Follower, Recorder
 from graphmod.trace.untraced import identity
 
 
-class PartOf:
-    """A view, without a history of its own, of another tensor of the same call.
-
-    Args:
-        index: which tensor it is a view of.
-        whole: that tensor in the capture.
-        part: the view in the capture.
-        argument: `index` counts the arguments, else the results.
+def part_of(whole: Tensor, part: Tensor) -> Callable[[Tensor], Tensor]:
+    """What makes of a tensor that stands for `whole` in a replay the view that `part` is in the capture, without a
+    history of its own.
 
     Raises:
         CaptureRefused: it is no view that can be made of `whole` alone.
     """
+    if part.dtype is not whole.dtype:
+        raise CaptureRefused("returns two tensors of other dtypes over the same memory; return copies")
+    size, stride, offset = part.size(), part.stride(), part.storage_offset() - whole.storage_offset()
 
-    __slots__ = ("_offset", "_size", "_stride", "argument", "index")
-
-    def __init__(self, index: int, whole: Tensor, part: Tensor, argument: bool = False) -> None:
-        if part.dtype is not whole.dtype:
-            raise CaptureRefused("returns two tensors of other dtypes over the same memory; return copies")
-        if not argument and torch.empty_like(whole, device="meta").stride() != whole.stride():
-            raise CaptureRefused("returns tensors that are parts of a tensor with gaps; return copies of them")
-        self.index, self.argument = index, argument
-        self._size, self._stride = part.size(), part.stride()
-        self._offset = part.storage_offset() - whole.storage_offset()
-
-    def of(self, whole: Tensor) -> Tensor:
-        """The view of the tensor that stands for `whole` in a replay."""
+    def of(whole: Tensor) -> Tensor:
         whole = whole.detach() if whole.requires_grad else whole
-        return whole.as_strided(self._size, self._stride, whole.storage_offset() + self._offset)
+        return whole.as_strided(size, stride, whole.storage_offset() + offset)
+
+    return of
 
 
 def shared_parts(tensors: list[Tensor | None]) -> dict[int, int]:
@@ -187,6 +176,19 @@ def is_spent(tensor: Tensor) -> bool:
     return False
 
 
+def of_argument(tensor: Tensor, given: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], Tensor] | None:
+    """What finds a tensor of a capture among those that a replay is given: one of them, or a view of one; None of
+    others."""
+    for index, static in enumerate(given):
+        if tensor is static:
+            return operator.itemgetter(index)
+    for index, static in enumerate(given):
+        if address(tensor) and address(tensor) == address(static):
+            view = part_of(static, tensor)
+            return lambda given: view(given[index])
+    return None
+
+
 def _gradient(tensor: Tensor, parameters: list[Tensor]) -> Callable[..., Tensor] | None:
     """What makes a result again that is the gradient of a parameter, or a view of it; None of others."""
     for parameter in parameters if not tensor.requires_grad else ():
@@ -200,8 +202,8 @@ def of_gradient(parameter: Any, tensor: Tensor | None = None) -> Callable[..., T
     """Gives the gradient of a parameter, or the part of it that `tensor` is."""
     if tensor is None or tensor is parameter.grad:
         return lambda *_: parameter.grad
-    part_of = PartOf(0, parameter.grad, tensor, argument=True)
-    return lambda *_: part_of.of(parameter.grad)
+    view = part_of(parameter.grad, tensor)
+    return lambda *_: view(parameter.grad)
 
 
 class Spent(torch.autograd.Function):
@@ -267,16 +269,16 @@ class Results:
         self.sharing: list[StaticOutput] = []
         self.passed_on: list[Tensor] = []
         self.retained: list[Tensor] = []
-        # An index of an argument, None for the next of `with_grad`, a part of another, or what it is.
+        # None for the next of `with_grad`, the place of another result and the part of it, or what makes it.
         self._parts: list[Any] = []
         self._with_grad_at: list[int] = []
         self._spent: list[int] = []
         of_copies: set[int] = set()
         places = {id(static): index for index, static in enumerate(given)}
-        of_argument = {address(static): index for index, static in enumerate(given) if address(static)}
+        given_at = set(map(address, given)) - {0}
         originals = {id(view): view._base for view in graph.stand_ins.values() if view._base is not None}
         tensors = [originals.get(id(leaf), leaf) for leaf in result.leaves]
-        of_none = [address(tensor) not in of_argument for tensor in tensors]
+        of_none = [address(tensor) not in given_at for tensor in tensors]
         outside = [none and self._is_outside(tensor, recorder) for none, tensor in zip(of_none, tensors, strict=True)]
         free = [none and not out for none, out in zip(of_none, outside, strict=True)]
         shared = shared_parts([tensor if is_free else None for tensor, is_free in zip(tensors, free, strict=True)])
@@ -284,7 +286,7 @@ class Results:
         for place, tensor in enumerate(tensors):
             where = address(tensor)
             if id(tensor) in places:
-                self._parts.append(places[id(tensor)])
+                self._parts.append(operator.itemgetter(places[id(tensor)]))
             elif (gradient := _gradient(tensor, with_gradients)) is not None:
                 self._parts.append(gradient)
             elif outside[place]:
@@ -301,14 +303,17 @@ class Results:
                     self._with_grad_at.append(place)
                     self.with_grad.append(StaticOutput(tensor.detach(), entry, counted=True))
                     self.retained.append(tensor)
-                    if where in of_argument or place in shared or place in shared.values():
+                    if where in given_at or place in shared or place in shared.values():
                         self.sharing.append(self.with_grad[-1])
-                    of_copies |= {len(self.with_grad) - 1} if where in of_argument else set()
-                elif where in of_argument:
-                    index = of_argument[where]
-                    self._parts.append(PartOf(index, given[index], tensor, argument=True))
+                    of_copies |= {len(self.with_grad) - 1} if where in given_at else set()
+                elif where in given_at:
+                    self._parts.append(of_argument(tensor, given))
                 elif place in shared:
-                    self._parts.append(PartOf(shared[place], tensors[shared[place]], tensor))
+                    whole = tensors[shared[place]]
+                    self._parts.append((shared[place], part_of(whole, tensor)))
+                    if torch.empty_like(whole, device="meta").stride() != whole.stride():
+                        gaps = "returns tensors that are parts of a tensor with gaps; return copies of them"
+                        raise CaptureRefused(gaps)
                 else:
                     self._parts.append(StaticOutput(tensor.detach(), entry))
         plain = [part for part in self._parts if isinstance(part, StaticOutput)]
@@ -344,7 +349,7 @@ class Results:
             recorder.outside[where] = tensor.detach()  # so that it is watched, although no operation reads it
         self.passed_on.append(tensor)
         # Else another object over the same memory in each call, as the code makes it.
-        self._parts.append(tensor if held or tensor.requires_grad else tensor.detach)
+        self._parts.append(lambda _: tensor if held or tensor.requires_grad else tensor.detach())
 
     def of_node(self, result: Any) -> list[Tensor]:
         """The tensors in the result of an eager call that stand where `with_grad` do."""
@@ -368,13 +373,11 @@ class Results:
                 made.append(tensor.clone() if self._clone or output.copied else tensor)
             elif part.__class__ is StaticOutput:
                 made.append(part.tensor.clone() if self._clone or part.copied else part.hand_out())
-            elif part.__class__ is PartOf:
-                made.append(part if not part.argument else part.of(leaves[part.index]))
             else:
-                made.append(leaves[part] if isinstance(part, int) else part() if callable(part) else part)
-        for index, part in enumerate(made):
-            if part.__class__ is PartOf:
-                made[index] = part.of(made[part.index])
+                made.append(part if part.__class__ is tuple else part(leaves))
+        for index, part in enumerate(self._parts):
+            if part.__class__ is tuple:
+                made[index] = part[1](made[part[0]])
         for index in self._spent:
             with torch.enable_grad():
                 made[index] = Spent.apply(self._anchor, made[index])
