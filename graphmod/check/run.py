@@ -44,6 +44,7 @@ from graphmod.ranks.data_parallel import Borrowed
 from graphmod.signature.call import Call
 from graphmod.signature.flattening import unrepeatable
 from graphmod.signature.modes import FOREIGN, changed_mode, key_reader
+from graphmod.signature.signature import path_of
 from graphmod.step.dispatch import PARTS_OF_RANKS, STALE
 from graphmod.step.eager_parts import RecordedPart, RecordedParts
 from graphmod.step.found_parts import FoundParts
@@ -125,7 +126,7 @@ class Part:
             self.findings, self.on_gpu, self.guards, self.operations = [], [], [], 0
         self.ran = True
         call = Call(self.call, args, kwargs)
-        around, structure, names = Surroundings(self.root), call.flat.structure, call.names
+        around, structure = Surroundings(self.root), call.flat.structure
         around.discover()
         if around.not_to_be_recorded is not None:
             self._add_said(around.not_to_be_recorded)
@@ -138,12 +139,11 @@ class Part:
         self.device = "the CPU, as strict as a GPU" if gpu is None else str(device)
         modes_now = key_reader(device.type)
         modes = modes_now()
-        unknown = unrepeatable(structure[1], named=names) or unrepeatable(structure[2])
+        unknown = unrepeatable(structure)
         if unknown is not None:
-            effect, _, remedy = unknown[1].partition("; ")
-            self._add(
-                "the arguments", f"argument {unknown[0]!r} is {effect}", remedy or "pass tensors, or what it holds"
-            )
+            effect, _, remedy = unknown.why.partition("; ")
+            path = path_of(unknown, structure, call.names)
+            self._add("the arguments", f"argument {path!r} is {effect}", remedy or "pass tensors, or what it holds")
         if any(map(is_stale, call.leaves)):
             self._add_said(STALE)
         if modes[FOREIGN] is not None:

@@ -13,7 +13,7 @@ import sys
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from enum import Enum
 from typing import Any
 
@@ -160,19 +160,9 @@ def opaque_parts(structure: Any) -> Iterator[Opaque]:
     return (part for part in parts(structure) if part.__class__ is Opaque)
 
 
-def unrepeatable(structure: Any, path: str = "", named: Sequence[str] = ()) -> tuple[str, str] | None:
-    """Where in a structure something stands that no second call can be told to have, and what it is; or None.
-
-    Args:
-        named: names of the first parts.
-    """
-    if structure.__class__ is Unrepeatable:
-        return path.removeprefix("."), structure.why
-    for index, (step, item) in enumerate(children(structure) or ()):
-        found = unrepeatable(item, path + (f".{named[index]}" if index < len(named) else step))
-        if found is not None:
-            return found
-    return None
+def unrepeatable(structure: Any) -> Unrepeatable | None:
+    """What stands in a structure for something that no second call can be told to have; None where nothing does."""
+    return next((part for part in parts(structure) if part.__class__ is Unrepeatable), None)
 
 
 _EQUAL_BUT_NOT_ALIKE = frozenset({float, complex, range})  # 0.0 is not -0.0

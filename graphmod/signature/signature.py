@@ -245,6 +245,11 @@ def argument_paths(structure: Any, names: list[str]) -> dict[str, Any]:
     return found
 
 
+def path_of(part: Any, structure: Any, names: list[str]) -> str:
+    """The path of an argument part, which is that object in the structure of the arguments."""
+    return next((path for path, one in argument_paths(structure, names).items() if one is part), "")
+
+
 def argument_names(args: tuple, names: list[str]) -> list[str]:
     """How messages name positional arguments."""
     return [names[index] if index < len(names) else f"argument {index}" for index in range(len(args))]

@@ -19,7 +19,7 @@ from graphmod.reads.backwards import end_left, watches
 from graphmod.signature.call import Call, Flat
 from graphmod.signature.flattening import unrepeatable
 from graphmod.signature.modes import FOREIGN, changed_mode
-from graphmod.signature.signature import Signature, argument_paths, tensor_key
+from graphmod.signature.signature import Signature, path_of, tensor_key
 from graphmod.step.admission import CANNOT_MOVE, CAPTURE_ANOTHER, IN_USE, UNFINISHED, affordable, choose_tape
 from graphmod.step.arena import Tape
 from graphmod.step.context import Context
@@ -203,10 +203,10 @@ def _entry(context: Context, call: Call, function: Any) -> Entry | None:
     if entry is not None:
         return entry
     names = call.names
-    unknown = unrepeatable(structure[1], named=names) or unrepeatable(structure[2])
+    unknown = unrepeatable(structure)
     if unknown is not None:
-        path, why = unknown
-        context.log_once(f"{context.name!r} runs eagerly, because its argument {path!r} is {why}")
+        path = path_of(unknown, structure, names)
+        context.log_once(f"{context.name!r} runs eagerly, because its argument {path!r} is {unknown.why}")
         return None
     if any(map(is_stale, leaves)):
         context.last_failure = STALE
@@ -214,7 +214,7 @@ def _entry(context: Context, call: Call, function: Any) -> Entry | None:
         return None
     stranger = context.entries.stranger(signature)
     if stranger is not None:
-        path = next((path for path, part in argument_paths(structure, names).items() if part is stranger), "")
+        path = path_of(stranger, structure, names)
         context.last_failure = (
             f"its argument {path!r} is another {type(stranger.value).__name__} in each call, which counts by identity "
             "because nobody can look into it; pass the same object, or what it holds: tensors, a dict, a dataclass"
