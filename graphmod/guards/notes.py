@@ -748,7 +748,7 @@ class Notes:
         return owner
 
     def _of_super(self, owner: Any, name: str) -> Any:
-        place = find(owner, name)
+        place = find(owner, name, self._in_classes)
         if place is None:
             return of_c(owner, name)
         mro = owner.__self_class__.__mro__

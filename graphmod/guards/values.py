@@ -178,17 +178,15 @@ def dict_of(owner: Any) -> dict | None:
     return found if issubclass(type(found), dict) else None
 
 
-def find(owner: Any, name: Any, known: dict[tuple[int, str], Place | None] | None = None) -> Place | None:
+def find(owner: Any, name: str, known: dict[tuple[int, str], Place | None]) -> Place | None:
     """The place of an attribute.
 
     Args:
-        known: what was found in classes by now, by their identity, where that may be taken for what is there.
+        known: what was found in classes by now, by their identity, which is taken for what is there.
 
     Returns:
         None where only code could tell: a property.
     """
-    if not issubclass(type(name), str):
-        return None
     kind: Any = type(owner)
     if issubclass(kind, types.ModuleType):
         held = owner.__dict__
@@ -198,9 +196,7 @@ def find(owner: Any, name: Any, known: dict[tuple[int, str], Place | None] | Non
         return find_in_classes(mro[mro.index(owner.__thisclass__) + 1 :], name)
     if issubclass(kind, type):
         return find_in_classes(owner.__mro__, name) or find_in_classes(type(owner).__mro__, name)
-    if known is None:
-        shared = find_in_classes(kind.__mro__, name)
-    elif (identity(kind), name) in known:
+    if (identity(kind), name) in known:
         shared = known[identity(kind), name]
     else:
         shared = known[identity(kind), name] = find_in_classes(kind.__mro__, name)
@@ -679,10 +675,8 @@ def _same_plain(one: Any, other: Any) -> bool:
     return not isinstance(one, (float, complex)) or repr(one) == repr(other)  # 0.0 is not -0.0
 
 
-def same_content(one: tuple | None, other: tuple | None, depth: int = _DEPTH) -> bool:
+def same_content(one: tuple, other: tuple, depth: int = _DEPTH) -> bool:
     """Whether two results of `content` are the same, item by item."""
-    if one is None or other is None:
-        return False
     try:
         return len(one) == len(other) and all(same(a, b, depth) for a, b in zip(one, other, strict=True))
     except Exception as error:  # a container of the user's that raises

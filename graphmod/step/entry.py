@@ -320,13 +320,11 @@ class Entry:
             part.let_go()
 
     def stays_eager(self) -> bool:
-        """Whether a call is eager because the signature is disabled; asked once a call.
+        """Whether a call is eager because the signature is disabled, as it is; asked once a call.
 
         What disabled it may be gone. So the 64th of these calls is tried once more, the 128th, and so on, except where
         a verified call has shown that no guard notices what changes.
         """
-        if not self.disabled:
-            return False
         self.turned_down += 1
         if self.turned_down < self.retry_at or self.out_of_date:
             return True
