@@ -15,6 +15,7 @@ from torch import Tensor
 
 from graphmod.cuda_driver import bindings, call, edit, kernel_name, neighbours, node_type, nodes
 from graphmod.torch_private import without_modes
+from graphmod.trace.operations import extent
 
 _LEAST = 3  # launches: for fewer, to part and to join costs what it brings
 _LEAST_BYTES = 2**20  # of tensors; the step counters of an optimizer are many, and nothing
@@ -42,7 +43,7 @@ def divisible(args: Iterable[Any]) -> bool:
                 return False
             if tensor.numel():
                 owner = place if listed else -1 - position
-                spans.append((tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), owner))
+                spans.append((tensor.data_ptr(), tensor.data_ptr() + extent(tensor), owner))
     if sum(end - start for start, end, _ in spans) < _LEAST_BYTES:
         return False
     spans.sort()
@@ -53,12 +54,6 @@ def divisible(args: Iterable[Any]) -> bool:
             return False
         reach, last = max(reach, end), (start, end, owner)
     return True
-
-
-def _extent(tensor: Tensor) -> int:
-    """The bytes from its first element to the end of its last."""
-    steps = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    return (steps + 1) * tensor.element_size()
 
 
 def spread(graph: int, operations: Iterable[tuple[int, int]]) -> int:

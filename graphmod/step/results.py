@@ -26,7 +26,7 @@ from graphmod.signature.signature import attributes_of, unusual
 from graphmod.step.entry import Entry
 from graphmod.step.static_outputs import StaticOutput
 from graphmod.torch_private import top_saved_tensors_hooks, without_modes
-from graphmod.trace.operations import address
+from graphmod.trace.operations import address, extent
 from graphmod.trace.recorder import Follower, Recorder
 from graphmod.trace.untraced import identity
 
@@ -74,8 +74,7 @@ def shared_parts(tensors: list[Tensor | None]) -> dict[int, int]:
 def _span(tensor: Any) -> tuple[int, int]:
     """The bytes of its storage between which a tensor lies."""
     first = tensor.storage_offset() * tensor.element_size()
-    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    return first, first + (last + 1) * tensor.element_size()
+    return first, first + extent(tensor)
 
 
 def _within(part: Any, whole: Any) -> bool:

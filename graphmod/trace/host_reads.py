@@ -20,7 +20,7 @@ from torch import Tensor
 from graphmod.torch_private import BelowAutograd, NoAutocast, OpOverload, TensorBase, set_grad_enabled
 from graphmod.trace.dispatch import hidden
 from graphmod.trace.hazards import CONSTANTS, PLAIN, Hazard, Origins, is_mask
-from graphmod.trace.operations import Facts, address, each_tensor, tensors_in, written_tensors
+from graphmod.trace.operations import Facts, address, each_tensor, extent, tensors_in, written_tensors
 
 _MOST_STEPS = 64  # operations before one replay: more cost more than they bring
 _MOST_BYTES = 1 << 16  # of what is compared
@@ -49,7 +49,7 @@ class _Memory:
     def __init__(self, source: int | Tensor | None, through: Tensor, own: bool) -> None:
         self.source, self.own, self.read = source, own, False
         self.offset = _offset(through)
-        self.end = _end(self.offset, through)
+        self.end = self.offset + extent(through)
 
 
 class _View(NamedTuple):
@@ -174,7 +174,7 @@ class HostReads:
                 return None
             self.known[where] = memory
         offset = _offset(tensor)
-        if isinstance(memory.source, int) and not memory.offset <= offset <= _end(offset, tensor) <= memory.end:
+        if isinstance(memory.source, int) and not memory.offset <= offset <= offset + extent(tensor) <= memory.end:
             return None  # what is beside an argument is no part of the next one
         return _View(memory, tensor.size(), tensor.stride(), offset, tensor.dtype)
 
@@ -329,11 +329,6 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _offset(tensor: Tensor) -> int:
     return int(tensor.storage_offset()) * tensor.itemsize
-
-
-def _end(offset: int, tensor: Tensor) -> int:
-    last = sum((size - 1) * step for size, step in zip(tensor.size(), tensor.stride(), strict=True))
-    return offset + (last + 1) * tensor.itemsize if tensor.numel() else offset
 
 
 def _bytes(tensor: Tensor) -> Tensor:

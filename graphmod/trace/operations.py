@@ -181,6 +181,12 @@ def address(tensor: Tensor) -> int:
         return 0
 
 
+def extent(tensor: Tensor) -> int:
+    """The bytes from the first element of a tensor to the end of its last."""
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return (steps + 1) * tensor.element_size() if tensor.numel() else 0
+
+
 def scalar_of(value: Any) -> Any:
     if isinstance(value, Tensor):
         return Tensor
