@@ -109,7 +109,6 @@ class FastForward(Follower):
         self._wrong: list[StorageWeakRef] = []  # of that, what has not the values that it has in an eager call
 
     def eager_part(self, function: Callable, args: tuple, kwargs: dict, frame: Any, name: str = "") -> Any:
-        self.had_part = True
         return self._part(function, args, kwargs)
 
     def arrive(self) -> None:

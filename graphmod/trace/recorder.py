@@ -199,7 +199,6 @@ class Recorder:
         truths: truth values that operations gave to the host, by index of the operation.
         reads_on_host: whether it was refused for what it reads on the host, which nobody followed.
         goes_through: whether operations of the call are not run, but shown what they gave before.
-        had_part: whether an eager part was called.
         mask_saved: the first place where autograd keeps a mask that is an index for a backward.
         collectives: how many operations that other processes take part in it has seen.
         unfinished: what the call has begun that only a backward brings to its end.
@@ -266,7 +265,7 @@ class Recorder:
         self.inputs_written: set[int] = set()
         self.read: set[int] = set()
         self.read_since: set[int] = set()
-        self.parts, self.had_part = parts, False
+        self.parts = parts
         self._with_parts: set[int] = set()  # addresses of what eager parts were given, or have returned
         self.truths: dict[int, bool] = {}
         self._late_at: dict[int, tuple[Tensor, Hazard]] = {}  # of truth values that a replay is to look at
@@ -418,7 +417,6 @@ class Recorder:
 
     def eager_part(self, function: Callable, args: tuple, kwargs: dict, frame: FrameType, name: str = "") -> Any:
         """Calls a function that is to be an eager part; see `Parts`."""
-        self.had_part = True
         if self.parts is None or current_node() is not None:
             self.refuse("an eager part", _NO_PART)
             with hidden():
