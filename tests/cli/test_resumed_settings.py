@@ -17,6 +17,7 @@ from graphmod.train.run import train
 from tests.support.settings import DROPOUT, composed, filled
 
 CONSTANT = ["optim.warmup_fraction=0", "optim.min_lr_ratio=1"]
+SHORT_EPOCHS = ["data.batch_size=24"]  # of 23 steps
 
 
 def given(*overrides: str):
@@ -251,7 +252,7 @@ def test_a_checkpoint_of_a_newer_format_is_named_and_nothing_older_taken_in_its_
 
 
 def test_a_number_of_steps_takes_the_place_of_epochs(on_text, tmp_path):
-    train(on_text("train.epochs=1"), tmp_path / "run")
+    train(on_text("train.epochs=1", *SHORT_EPOCHS), tmp_path / "run")
     done = len(RunResult.read(tmp_path / "run").losses)
     config = parse(given(f"train.resume={tmp_path / 'run'}", f"train.steps={done + 2}")[0])
     assert len(train(config, tmp_path / "unused").losses) == done + 2
@@ -259,7 +260,7 @@ def test_a_number_of_steps_takes_the_place_of_epochs(on_text, tmp_path):
 
 def test_where_epochs_were_asked_for_epochs_are_named(on_text, tmp_path):
     run = tmp_path / "run"
-    train(on_text("train.epochs=2"), run)
+    train(on_text("train.epochs=2", *SHORT_EPOCHS), run)
     steps, said = len(RunResult.read(run).losses), []
     train(parse(given(f"train.resume={run}")[0]), tmp_path / "unused", say=said.append)
     assert f"is finished; to extend it: train.resume={run} train.epochs=4." in said[0]
