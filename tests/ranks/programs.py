@@ -12,7 +12,7 @@ from graphmod import CUDAGraphConfig, CUDAGraphModule, graph_layers
 from graphmod.ranks.reducer import Bucket
 from graphmod.trace.dispatch import current
 
-STEPS = 18  # of a training that is compared with eager's
+STEPS = 12  # of a training that is compared with eager's
 
 
 class Block(nn.Module):
