@@ -1,5 +1,6 @@
 """What holds for all tests, and the fixtures of several rooms: devices, settings, and what stops a run."""
 
+import collections
 import gc
 import logging
 import os
@@ -41,13 +42,27 @@ def pytest_xdist_auto_num_workers():
     return (yield) + 1
 
 
+# Files that take half a minute or more, with few tests.
+LONG = {"test_browser", "test_compiled", "test_experts", "test_parallel_commands", "test_random_programs"}
+LONG |= {"test_sharded_layers", "test_split_layers", "test_split_models", "test_update"}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config) -> None:
+    """Files are started in the order of their tests, below; of itself, xdist would start those with few tests last."""
+    config.option.loadscopereorder = False
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish() -> None:
     """The process ends: pytest and Python would look through all that is left eight times more."""
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # one of several processes: none shall be left with a long file at the end
+        tests = collections.Counter(item.path for item in items)
+        items.sort(key=lambda item: (item.path.stem not in LONG, -tests[item.path]))
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="no CUDA device")
         for item in items:
