@@ -71,7 +71,8 @@ docs: $(STAMP) ## build the pages as a site with search, into site/
 	@echo "open site/index.html"
 
 test: $(STAMP) ## run the tests on all cores (at most 8), except the slow ones; those for a GPU are skipped where there is none. TORCH is another PyTorch to run them on
-	$(BIN)/python -m pytest -n auto --maxprocesses=8 --dist loadfile -m "not slow" $(ARGS)
+	@# Else each of many processes compiles the package again, where bytecode is not written.
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n auto --maxprocesses=8 --dist loadfile -m "not slow" $(ARGS)
 
 test-all: $(STAMP) ## likewise, with the slow ones
 	$(BIN)/python -m pytest -n auto --maxprocesses=8 --dist loadfile $(ARGS)
