@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import random
 import sys
 import types
@@ -83,6 +84,8 @@ _DESCRIPTORS = (types.FunctionType, property, classmethod, staticmethod, types.G
 _GLOBAL_HOOKS = [f"_global_{kind}_hooks" for kind in ("forward", "forward_pre", "backward", "backward_pre")]
 _OF_METHODS = ("__self__", "__func__", "__class__", "__call__")  # all other attributes are the function's
 _OF_C = (types.MethodDescriptorType, types.WrapperDescriptorType)
+_LOGGING = (logging.Filterer, logging.Manager)
+_DECIDE = ("level", "disabled", "disable")  # of these
 _BOUND = frozenset(map(identity, (types.BuiltinMethodType, types.MethodType)))
 _ITEM = object()  # tells notes on items from those on attributes
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
@@ -689,7 +692,7 @@ class Notes:
             self._hidden_by(kind.__mro__, name, None if place is None else place.shared)
         if issubclass(kind, FunctionBase):  # what a forward keeps for its own backward
             return UNKNOWN if place is None or place.shared is not None else place.value
-        if means_nothing(owner if is_class else kind):
+        if means_nothing(owner if is_class else kind) and not (name in _DECIDE and issubclass(kind, _LOGGING)):
             return UNKNOWN
         if issubclass(kind, torch.autocast) and name.startswith("prev"):  # it notes when entered, for its own end alone
             return UNKNOWN

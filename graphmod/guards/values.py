@@ -13,6 +13,7 @@ import functools
 import gc
 import importlib
 import io
+import logging
 import mmap
 import pathlib
 import queue
@@ -435,6 +436,11 @@ def state_of_lock(lock: Any) -> str:
     if isinstance(lock, _SEMAPHORE):
         return f"{lock._get_value()} left{', its own' if lock._is_mine() else ''}"
     return _RLOCK.__repr__(lock) if isinstance(lock, _RLOCK) else "taken" if lock.locked() else "free"
+
+
+def enabled_from(logger: logging.Logger) -> float:
+    """The level from which on a logger is enabled."""
+    return float("inf") if logger.disabled else max(logger.manager.disable + 1, logger.getEffectiveLevel())
 
 
 def kind_of(value: Any) -> str:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from graphmod.guards.notes import Notes
+from graphmod.guards.values import enabled_from
 from graphmod.reads import events
 from graphmod.reads.operand_stack import VERSIONS, depths, function_of, lies_there
 from graphmod.reads.reading import Plan, Reading, plan_of
@@ -101,6 +102,12 @@ _OPERATIONS |= {one for code in list(_OPERATIONS) for one in code.co_consts if i
 _passed_over = frozenset(map(identity, _MACHINERY | _OPERATIONS))
 _EXCHANGES = torch.utils.swap_tensors.__code__
 _starts_threads = {identity(threading.Thread.start.__code__), identity(ThreadPoolExecutor.submit.__code__)}
+# What a program may ask loggers, and decide by.
+_ASKS = {
+    "isEnabledFor": ("the level from which on a logger is enabled", enabled_from),
+    "getEffectiveLevel": ("the effective level of a logger", logging.Logger.getEffectiveLevel),
+}
+_asks_logger = {identity(getattr(logging.Logger, name).__code__): asks for name, asks in _ASKS.items()}
 
 NOT_TOLD = (
     "this thread's trace functions are suspended, or other tools (a debugger, a profiler) hold all places of "
@@ -122,6 +129,7 @@ def _mutes(filename: str, name: str) -> bool:
         return True
     parts = (f"{os.sep}triton{os.sep}", f"{os.sep}torch{os.sep}_inductor{os.sep}", "torchinductor", *_COMPILES)
     said = filename.startswith((STDLIB + "logging" + os.sep, STDLIB + "warnings.py", "<frozen importlib"))
+    said = said and name not in _ASKS
     return said or any(part in filename for part in parts)
 
 
@@ -291,6 +299,8 @@ class Frames:
         elif code is _CLEARS and type(vars(events.variable(frame, "self")).get("param_groups")) is list:
             self._note(frame, self._reading.clears, events.variable(frame, "self"))
             return events.END
+        elif identity(code) in _asks_logger and not _for_nobody(frame, code):
+            self._note(frame, notes.asked, events.variable(frame, "self"), *_asks_logger[identity(code)])
         elif code is _EXCHANGES:
             notes.try_to(notes.exchanged, *_two_given(frame))
         elif identity(code) in _starts_threads:

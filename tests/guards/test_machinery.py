@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import itertools
 import logging
 import sys
 import types
@@ -79,6 +80,26 @@ def test_machinery_at_work_elsewhere_changes_nothing(module, elsewhere, device):
         assert torch.equal(graphed(x), x * 2)
         elsewhere(step)
     assert (graphed.stats.captures, graphed.stats.replays) == (1, 10), graphed.last_failure
+
+
+ASKS_A_LOGGER = {
+    "is_enabled": lambda: LOG.isEnabledFor(logging.DEBUG),
+    "by_an_adapter": lambda: logging.LoggerAdapter(LOG, {}).isEnabledFor(logging.DEBUG),
+    "effective_level": lambda: LOG.getEffectiveLevel() <= logging.DEBUG,
+    "level": lambda: LOG.level <= logging.DEBUG,
+}
+
+
+@pytest.mark.parametrize("asks", ASKS_A_LOGGER)
+def test_what_code_asks_a_logger_is_watched(asks, device, caplog):
+    levels = itertools.cycle([logging.DEBUG, logging.INFO])
+
+    def step(x):
+        LOG.debug("not of interest")
+        return x * 2 if ASKS_A_LOGGER[asks]() else x * 3
+
+    caplog.set_level(logging.INFO, LOG.name)
+    play(CUDAGraphModule(step, config()), step, lambda _: caplog.set_level(next(levels), LOG.name), device)
 
 
 DECORATED = {
