@@ -204,7 +204,7 @@ class Iteration:
                 f"loss_fn returned {_shown(loss)}; expected the mean over the targets of a microbatch, a 0-d tensor, "
                 'such as cross_entropy(logits, labels) with reduction="mean"'
             )
-        return loss
+        return loss.reshape(()) if loss.dim() else loss
 
     def _counts(self, parts: list[Any]) -> Tensor | None:
         """(A,) the targets of each microbatch; None where all weigh the same."""

@@ -165,6 +165,26 @@ def test_a_loss_that_is_none_is_a_clear_error(method, result, said):
         getattr(step, method)(padded(UNEVEN))
 
 
+@pytest.mark.parametrize("nonfinite", ["ignore", "skip"])
+@pytest.mark.parametrize("scale_loss", [False, True])
+def test_a_loss_may_have_dimensions_of_one_number(nonfinite, scale_loss):
+    def stepped(shape):
+        model = twin_model()
+        step = TrainStep(
+            model,
+            torch.optim.SGD(model.parameters(), lr=1.0, fused=True),
+            loss_fn=lambda *of: padded_next_token_loss(*of).reshape(shape),
+            count_targets=count_targets_of(padded_next_token_loss),
+            nonfinite=nonfinite,
+            scale_loss=scale_loss,
+            config=EAGER,
+        )
+        rows = padded(UNEVEN)
+        return [step(rows), step(rows[:1]), step.evaluate(rows[:1]), step.skipped, *model.parameters()]
+
+    assert_same(stepped(()), stepped((1, 1)), "losses and weights")
+
+
 def test_where_the_count_of_a_loss_is_found():
     count = count_targets_of(padded_next_token_loss)
     assert count(padded([[3, 1]])[0]).item() == 4
