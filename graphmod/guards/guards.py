@@ -256,6 +256,7 @@ class Guards:
         notes: of the call, which changed nothing of it.
         backward: whether a backward ran inside, which writes gradients that are absent and adds to others.
         bound: places whose value is another after each call; of those that are read, the form is compared.
+        given: the identities of containers whose content is in the call's signature.
 
     Attributes:
         bound: those, in containers as they are now.
@@ -268,7 +269,9 @@ class Guards:
         optimizers: those it worked with.
     """
 
-    def __init__(self, notes: Notes, backward: bool = False, bound: Collection[Note] = ()) -> None:
+    def __init__(
+        self, notes: Notes, backward: bool = False, bound: Collection[Note] = (), given: Collection[int] = ()
+    ) -> None:
         self.exchanged = False
         self.bound = list(map(_Guard, bound))
         kept_out = {note.place for note in bound}
@@ -278,8 +281,9 @@ class Guards:
         self.carried = [place for place in self.bound if place.note.read]
         self.modules = list(notes.modules.values())
         self._hooks_of = [hooks for module in self.modules for kind in HOOKS if not (hooks := getattr(module, kind))]
-        self.contents = Contents([(value, where) for value, _, where in notes.contents.values()])
-        kept = list(notes.notes.values())
+        contents = [(value, where) for value, _, where in notes.contents.values()]
+        self.contents = Contents([(value, where) for value, where in contents if id(value) not in given])
+        kept = [note for note in notes.notes.values() if id(note.owner) not in given]
         called = set(map(id, self.modules))
         others = [note.owner for note in kept if isinstance(note.container, Kind) and id(note.owner) not in called]
         self._objects = [*self.modules, *(one for one in others if id(one) not in notes.weakly)]
@@ -293,7 +297,7 @@ class Guards:
         self.contents.optimizers = self._of_optimizer
         self._of_dynamo = notes.of_dynamo
         self._take_places(kept)
-        self._take_tensors(notes, backward)
+        self._take_tensors(notes, backward, given)
 
     def _take_places(self, notes: list[Note]) -> None:
         whole = {id(value) for value, _ in self.contents.found if type(value) in (dict, list)}
@@ -330,12 +334,12 @@ class Guards:
         self._dicts, self._names, self._in_dicts = _columns(dicts)
         self._held, self._keys, self._in_others = _columns(others)
 
-    def _take_tensors(self, notes: Notes, backward: bool) -> None:
+    def _take_tensors(self, notes: Notes, backward: bool, given: Collection[int]) -> None:
         held = {id(container) for container, _, _ in self.attributes}
         inside = self.contents.tensors()
         self.slots += [(value, None, tensor) for value, tensor in inside if id(value) not in held]
         there = [(met, tensor) for met in notes.tensors.values() if (tensor := met.tensor) is not None]
-        in_tuples = [tensor for met, tensor in there if met.in_tuple]
+        in_tuples = [tensor for met, tensor in there if not met.tuples.issubset(given)]
         leaves = [
             (tensor, met.without_gradient)
             for met, tensor in there

@@ -258,14 +258,14 @@ class MetTensor:
         is_leaf: whether it may collect a gradient.
         without_gradient: whether it had none then; None where an eager part may have changed that before.
         asked_for_gradient: whether code looked at its gradient.
-        in_tuple: whether code found it in a tuple, on which there is no note.
+        tuples: the identities of those in which code found it, on which there are no notes.
         gets_data: whether code gave it other memory (`tensor.data = ...`).
         where_it_lay: the address of its memory.
         where: code and line that came upon it.
     """
 
     __slots__ = (
-        *("_tensor", "_weakly", "asked_for_gradient", "geometry", "gets_data", "in_tuple", "is_leaf", "where"),
+        *("_tensor", "_weakly", "asked_for_gradient", "geometry", "gets_data", "is_leaf", "tuples", "where"),
         *("where_it_lay", "without_gradient"),
     )
 
@@ -273,7 +273,8 @@ class MetTensor:
         self.geometry, self.where = geometry(tensor), where
         self.is_leaf = (tensor.requires_grad or isinstance(tensor, nn.Parameter)) and is_leaf(tensor)
         self.without_gradient: bool | None = self.is_leaf and tensor.grad is None
-        self.asked_for_gradient = self.in_tuple = self.gets_data = False
+        self.asked_for_gradient = self.gets_data = False
+        self.tuples: set[int] = set()
         self.where_it_lay = address(tensor)
         self._tensor: Tensor | None = tensor if self.is_leaf else None
         self._weakly: weakref.ref[Tensor] | None = None if self.is_leaf else weak_reference(tensor)
@@ -862,7 +863,7 @@ class Notes:
             self._lead_to(value)
         self._meet(value)
         if old and issubclass(type(value), Tensor) and identity(value) in self.tensors:
-            self.tensors[identity(value)].in_tuple = True
+            self.tensors[identity(value)].tuples.add(identity(owner))
 
     # -- values --------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from graphmod.step.entry import Entry
 from graphmod.step.gradients import GradientBuffer, as_memory, is_split, leave_behind, left_behind, memory_of, part
 from graphmod.step.recording import Recording
 from graphmod.step.results import Results, resolved
-from graphmod.step.static_inputs import StaticInput, static_inputs, unlike_eager
+from graphmod.step.static_inputs import StaticInput, named_arguments, static_inputs, unlike_eager
 from graphmod.torch_private import next_sequence_number, top_saved_tensors_hooks
 from graphmod.trace.generators import put_back
 from graphmod.trace.operations import address
@@ -102,8 +102,11 @@ class StepGraph:
         if otherwise is not None:
             raise CaptureRefused(otherwise)
         guarded = {*map(address, guards.tensors)} if recording.parts else ()
-        if any(address(leaf) in guarded for leaf in call.leaves):
-            raise CaptureRefused("has an eager part, and an argument shares memory with what the callable reads")
+        shared = next((name for name, leaf in named_arguments(entry, call) if address(leaf) in guarded), None)
+        if shared is not None:
+            raise CaptureRefused(
+                f"has an eager part, and {shared} shares memory with what the callable reads; pass a copy of it"
+            )
         self.keep_carried()
         carried = zip([name_of(place.note) for place in guards.carried], self._carried, strict=True)
         self.inputs, identities = static_inputs(self, call, list(carried)), set(map(id, call.leaves))

@@ -14,6 +14,7 @@ from torch import Tensor
 from graphmod.guards.changes import all_changes, imports, what_changed
 from graphmod.guards.guards import Guards
 from graphmod.guards.notes import Notes
+from graphmod.guards.values import content, dict_of
 from graphmod.reads.frames import noting
 from graphmod.signature.call import Call, Flat, Given
 from graphmod.step.eager_parts import RecordedPart, RecordedParts
@@ -134,7 +135,7 @@ def record(
     assert isinstance(parts, RecordedParts)
     refused = refused or parts.finish(recorder, bool(call.result.differentiable))
     changes = [] if refused is None else list(all_changes(notes))  # while what was there is not gone
-    guards = Guards(notes, recorder.backward, bound)
+    guards = Guards(notes, recorder.backward, bound, _of_arguments(call, notes))
     guards.learn_arguments(call.leaves)
     assert recorder.script is not None and recorder.host_draws is not None, "whoever records has them"
     made = Recording(
@@ -194,6 +195,27 @@ def _found(notes: Notes, given: Collection[int] = ()) -> Iterator[Any]:
     yield from (note.before() for note in notes.notes.values() if id(note.owner) not in given)
     for value, items, _ in notes.contents.values():
         yield from () if id(value) in given else items
+
+
+def _of_arguments(call: Call, notes: Notes) -> set[int]:
+    """The identities of the containers in a call's arguments that its code has found nowhere else: what is in them is
+    in the signature."""
+    containers = {key for key, part in call.flat.seen.items() if part.__class__ is tuple}
+    given = _containers([call.args, call.kwargs], containers)
+    while shared := [one for one in _found(notes, given) if id(one) in given]:
+        given -= _containers(shared, given)
+    return given
+
+
+def _containers(values: list[Any], known: Collection[int]) -> set[int]:
+    """The identities of all tuples, and of the `known` containers, among values and inside of those."""
+    found: set[int] = set()
+    while values:
+        one = values.pop()
+        if (type(one) is tuple or id(one) in known) and id(one) not in found:
+            found.add(id(one))
+            values += [*(one if type(one) is tuple else content(one) or ()), *(dict_of(one) or {}).values()]
+    return found
 
 
 def record_reads(

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import enum
 import types
+import weakref
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -361,6 +362,64 @@ def test_what_a_call_does_to_its_containers_is_done(change, warmup, device, capl
             calls += 1
     assert wrapper.stats.captures == 0
     assert "argument 'batch'" in caplog.text
+
+
+FILLED_AGAIN = {
+    "dict": (dict, lambda held, x: held.update(x=x), lambda held: held["x"]),
+    "dict gone through": (dict, lambda held, x: held.update(x=x), lambda held: sum(held.values()) * len(held)),
+    "list": (lambda: [None], lambda held, x: held.__setitem__(0, x), lambda held: held[0]),
+    "dataclass": (lambda: Plain(None), lambda held, x: setattr(held, "x", x), lambda held: held.x * held.scale),
+    "dict in a tuple": (lambda: ({},), lambda held, x: held[0].update(x=x), lambda held: held[0]["x"]),
+    "list in a dict": (
+        lambda: {"in": [None]},
+        lambda held, x: held["in"].__setitem__(0, x),
+        lambda held: held["in"][0],
+    ),
+}
+
+
+@pytest.mark.parametrize("way", FILLED_AGAIN)
+def test_a_container_may_be_passed_again_with_other_tensors(way, device):
+    make, fill, read = FILLED_AGAIN[way]
+    held, module = make(), CUDAGraphModule(lambda held: read(held) * 2, config())
+    for step in range(CALLS):
+        fill(held, torch.full((3,), float(step), device=device))
+        assert torch.equal(module(held), read(held) * 2)
+    assert (module.stats.captures, module.stats.replays) == (1, CALLS - 2), module.last_failure
+
+
+def test_tensors_of_a_recorded_call_are_not_kept_alive(device):
+    module, seen = CUDAGraphModule(lambda held, pair: held["x"] * pair[0], config()), []
+    for step in range(CALLS):
+        held = {"x": torch.full((3,), float(step), device=device)}
+        seen.append(weakref.ref(held["x"]))
+        module(held, (held["x"],))
+        del held
+    assert module.stats.captures == 1
+    assert not [one for one in seen if one() is not None]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_container_that_code_finds_elsewhere_too_is_watched_there(inside, device):
+    holder = types.SimpleNamespace(settings={"scale": 1.0})
+
+    def step(x, given):
+        given = given["in"][0] if inside else given
+        return x * given["scale"] * holder.settings["scale"]
+
+    def passed(settings):
+        return {"in": (settings,)} if inside else settings
+
+    module = CUDAGraphModule(step, config())
+    for number in range(40):
+        if number in (7, 25):
+            holder.settings["scale"] += 1
+        elif number == 16:
+            holder.settings = {"scale": 5.0}
+        given = passed(holder.settings if number % 10 < 5 else {"scale": 2.0})
+        x = torch.randn(3, device=device)
+        assert torch.equal(module(x, given), step(x, given)), number
+    assert module.stats.replays > 15
 
 
 def test_a_list_that_grows_outside_is_another_signature(device):

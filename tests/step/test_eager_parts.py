@@ -2468,6 +2468,46 @@ def test_an_argument_that_is_changed_before_a_part(device):
     assert "changes an argument in place" in module.last_failure
 
 
+@pytest.mark.parametrize("kind", [dict, tuple, list])
+def test_the_same_tensors_in_another_container_in_each_call(kind, device):
+    """As a place for batches gives them."""
+
+    def make(s):
+        tell = eager(s.meter.update)
+
+        def step(batch):
+            one, other = (batch["one"], batch["other"]) if kind is dict else batch
+            tell((one + other).mean())
+            return one * other
+
+        return step
+
+    def step(side, i):
+        one, other = side.places
+        one.copy_(side.batch(i, 4, 8))
+        other.copy_(one + 1)
+        return side.call({"one": one, "other": other} if kind is dict else kind(side.places))
+
+    def places(model):
+        return [torch.zeros(4, 8, device=next(model.parameters()).device) for _ in range(2)]
+
+    run(make, device, step=noted(step), meter=lambda _: Meter(), places=places)
+
+
+def test_an_argument_that_lies_where_the_call_reads_is_named(device):
+    data, seen = torch.arange(8.0, device=device), []
+    part = eager(lambda x: seen.append(x.item()))
+
+    def step(batch):
+        part((batch * data[0]).sum())
+        return batch + 1
+
+    module = CUDAGraphModule(step, config())
+    for number in range(6):
+        assert module(data[number : number + 2]).tolist() == [number + 1.0, number + 2.0]
+    assert "argument batch shares memory with what the callable reads; pass a copy" in module.last_failure
+
+
 def forgets(weight, optimizer, y):
     weight.grad = None
     return y
