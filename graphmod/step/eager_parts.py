@@ -582,6 +582,7 @@ class EagerPart:
         modes: in which it is called.
         inputs: those of the graph that it reads between it and the next part.
         gradients: those that the code before it left behind, for whoever looks at them.
+        advances: the tensors whose version that code has raised, once for each time.
         results: the tensors that it returned, as the graph has them.
         reads: the leaf tensors whose gradients the graph reads up to the next part; reads_at: where these lie.
         outcome: what it returned last, as it is, and the error that it raised.
@@ -596,6 +597,7 @@ class EagerPart:
     modes: tuple
     inputs: list[tuple[int, Any]]
     gradients: list[tuple[Tensor, Left]] = field(default_factory=list)
+    advances: list[Tensor] = field(default_factory=list)
     results: list[_Own] = field(default_factory=list)
     reads: list[Tensor] = field(default_factory=list)
     reads_at: list[int] = field(default_factory=list)
@@ -663,6 +665,18 @@ class EagerPart:
 _version = operator.attrgetter("_version")
 
 
+class Versions:
+    """The versions of some tensors, which count how often each was changed in place."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._tensors, self._before = tensors, list(map(_version, tensors))
+
+    def raised(self) -> list[Tensor]:
+        """The tensors whose version is higher since, once for each time."""
+        pairs = zip(self._tensors, self._before, strict=True)
+        return [tensor for tensor, before in pairs for _ in range(tensor._version - before)]
+
+
 def _now(one: Any) -> Any:
     """A tensor, or what eager code has in its place in the call under way."""
     return one.made if isinstance(one, _Own) else one
@@ -726,6 +740,7 @@ class EagerParts(Parts):
 
     Attributes:
         graph, made: the graph, and its parts in order.
+        versions: tells what the code since the last part has raised.
     """
 
     def __init__(
@@ -749,6 +764,7 @@ class EagerParts(Parts):
         self._then = [(_grad_at(p), [*map(copy.copy, _state_of(p))]) for p in owned]  # to begin with
         self._may_change = [tensor for tensor in graph.recording.guards.tensors if not tensor.is_inference()]
         self._segments: list[Callable[[], None]] = []
+        self.versions = Versions(self._may_change)
         self.begin()
 
     @property
@@ -789,8 +805,10 @@ class EagerParts(Parts):
             self._ends.stand_back()
             self._bind(self._carried)
             self._found.__exit__(None, None, None)
+            advances = self.versions.raised()
             try:
                 self._run(made, self._call.leaves)
+                made.advances, self.versions = advances, Versions(self._may_change)
                 self._since, self._put_back = made.left, present(self.graph.recording, self._owned)
                 made.learn(self._owned)
                 returned = self._take(made, self._call.leaves)
@@ -882,6 +900,7 @@ class EagerParts(Parts):
         self._done += 1
         given = graph.given(leaves)
         leave_behind(made.gradients, given, graph.entry.copies_out)
+        increment_version(made.advances)
         function, args, kwargs = made.form.around([source(given) for source in made.sources])
         may_change = self._watched() if made.known.backward else []
         tensors = list(map(_now, may_change))

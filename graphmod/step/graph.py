@@ -25,7 +25,7 @@ from graphmod.signature.flattening import rebuild
 from graphmod.signature.modes import AUTOCAST
 from graphmod.step.arena import Tape
 from graphmod.step.context import Context
-from graphmod.step.eager_parts import EagerParts, present
+from graphmod.step.eager_parts import EagerParts, Versions, present
 from graphmod.step.entry import Entry
 from graphmod.step.gradients import GradientBuffer, as_memory, is_split, leave_behind, left_behind, memory_of, part
 from graphmod.step.recording import Recording
@@ -118,6 +118,7 @@ class StepGraph:
         bring_back = present(recording, owned, (*generators, random._inst, numpy.random.mtrand._rand))
         random_state = group.backend.random_state(), recording.host_draws.states()
         before = list(map(_grad, owned))
+        versions = Versions([tensor for tensor in guards.tensors if not tensor.is_inference()])
         grads = list(map(memory_of, before))
         saving, inside.oldest = self._saving(inside), next_sequence_number()
 
@@ -187,7 +188,7 @@ class StepGraph:
         self.graph = captured
         since = before if self.parts is None else self.parts.finish(captured)
         self._grads_after = left_behind(owned, since, given, seen.made, entry)
-        self._written = [t for t in seen.written.values() if not t.is_inference()]
+        self._advances = (versions if self.parts is None else self.parts.versions).raised()
         self._changed = seen.written.keys() | seen.inputs_written  # no argument that is copied may lie there
         written = [(i, one) for i, one in enumerate(self.inputs) if address(one.tensor) in seen.inputs_written]
         self._arguments_written = [i for i, one in written if one.buffer is None and not one.tensor.is_inference()]
@@ -351,7 +352,7 @@ class StepGraph:
             self.graph.finish()
         else:
             self.graph.replay()
-        self._after(leaves)
+        self._after(leaves, again=False)
         self.index = self.tape.append(self)
 
     def replay(self, leaves: list[Tensor]) -> None:
@@ -426,13 +427,13 @@ class StepGraph:
             )
         self.graph, self.starts_early = captured, False
 
-    def _after(self, leaves: list[Tensor]) -> None:
+    def _after(self, leaves: list[Tensor], again: bool = True) -> None:
         """Does what the captured code did to gradients, version counters, and those of the call's tensor arguments that
-        were copied."""
+        were copied; `again`: the capture itself has raised the versions of what is no argument."""
         given = self.given(leaves)
         leave_behind(self._grads_after, given, self.entry.copies_out)
-        if self._written:
-            torch.autograd.graph.increment_version(self._written)
+        if again and self._advances:
+            torch.autograd.graph.increment_version(self._advances)
         for index in self._arguments_written:
             torch.autograd.graph.increment_version(leaves[index])
         for index, memory in self._back:

@@ -1,10 +1,11 @@
-"""Results that the user changes in place give the numbers of eager, or its refusal."""
+"""Results that the user changes in place, and tensors that the call does, give the numbers of eager, or its refusal."""
 
 import pytest
 import torch
 from torch import nn
 
-from tests.support.harness import GRAPHS, Two, graphs, loss_of, mlp, play, twins, two
+from graphmod import CUDAGraphModule, eager, graph_layers
+from tests.support.harness import GRAPHS, Two, config, graphs, loss_of, mlp, play, twins, two
 
 
 @graphs
@@ -88,3 +89,81 @@ def test_an_input_changed_in_place_between_forward_and_backward(device):
         side.optimizer.zero_grad()
 
     twins(mlp, step, device, replays=2)
+
+
+# -- how often a tensor was changed ------------------------------------------------------------------------------------
+def changes_with_a_part(model, optimizer, seen):
+    part = eager(lambda: seen.append([p._version for p in model.parameters()]))
+
+    def step(x):
+        part()
+        loss_of(model(x)).backward()
+        optimizer.step()
+        part()
+        with torch.no_grad():
+            model[0].weight.mul_(0.99)
+            model[0].weight.view(-1)[1:].add_(0.01)
+            model[0].bias.data.mul_(0.99)
+        optimizer.zero_grad()
+        return x * 2
+
+    return step
+
+
+def changes_alone(model, optimizer, seen):
+    def step(x):
+        loss_of(model(x)).backward()
+        optimizer.step()
+        with torch.no_grad():
+            model[0].weight.mul_(0.99)
+            model[0].bias.detach().mul_(0.99)
+        optimizer.zero_grad()
+        return x * 2
+
+    return step
+
+
+@pytest.mark.parametrize("make", [changes_alone, changes_with_a_part])
+def test_versions_are_those_of_eager(make, device):
+    def side(graphed):
+        torch.manual_seed(0)
+        model, seen = mlp(device), []
+        step = make(model, torch.optim.SGD(model.parameters(), lr=0.1), seen)
+        module = CUDAGraphModule(step, config()) if graphed else step
+        for number in range(10):
+            module(torch.full((4, 8), float(number), device=device))
+            seen.append([p._version for p in model.parameters()])
+        assert not graphed or module.stats.replays > 4, module.last_failure
+        return seen
+
+    assert side(True) == side(False)
+
+
+def test_a_backward_that_needs_what_a_replay_changed_is_eagers_error(device):
+    torch.manual_seed(0)
+    model = mlp(device)
+    step = changes_alone(model, torch.optim.SGD(model.parameters(), lr=0.1), [])
+    module = CUDAGraphModule(step, config())
+    x = torch.ones(4, 8, device=device)
+    for _ in range(8):
+        before = model(x.requires_grad_())
+        module(x.detach())
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            before.sum().backward()
+        model.zero_grad()
+    assert module.stats.replays > 4
+
+
+def test_versions_of_the_buffers_of_layers_are_those_of_eager(device):
+    def side(graphed):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(3))).to(device)
+        wrapped = graph_layers(model, config()) if graphed else []
+        seen = []
+        for number in range(8):
+            model(torch.full((4, 8), float(number), device=device)).sum().backward()
+            seen.append([buffer._version for buffer in model.buffers()])
+        assert all(one.stats.replays for one in wrapped)
+        return seen
+
+    assert side(True) == side(False)
