@@ -97,22 +97,27 @@ def eager(function: Callable) -> Callable:
 
 
 # -- what a part is given, and gives -----------------------------------------------------------------------------------
+_OF_THE_CALL = "that the call makes, and that a replay would not make anew"
+_OTHER = "that is another than in the call that was recorded"
+
+
 class _Form(pickle.Pickler):
     """What a value is made of: tensors, objects that are themselves in each call, and how these lie in containers.
 
     Args:
         is_old: whether an object was there before the call, so that it is itself in each.
+        strange: what other objects are, in words.
 
     Attributes:
         tensors: those in it.
         content: all else, to be compared.
 
     Raises:
-        CaptureRefused: it holds an object that the call has made.
+        CaptureRefused: it holds another object.
     """
 
-    def __init__(self, value: Any, is_old: Callable[[Any], bool] = lambda _: False) -> None:
-        self._written, self._is_old = io.BytesIO(), is_old
+    def __init__(self, value: Any, is_old: Callable[[Any], bool], strange: str) -> None:
+        self._written, self._is_old, self._strange = io.BytesIO(), is_old, strange
         super().__init__(self._written)
         self.tensors: list[Tensor] = []
         self._old: list[Any] = []
@@ -140,9 +145,7 @@ class _Form(pickle.Pickler):
             return kind, (value.__func__, value.__self__)
         if kind in (slice, functools.partial, types.BuiltinMethodType) or kind in PLAIN_KINDS:
             return NotImplemented
-        raise CaptureRefused(
-            f"is given, or returns, one {kind.__name__} that the call makes, and that a replay would not make anew"
-        )
+        raise CaptureRefused(f"is given, or returns, one {kind.__name__} {self._strange}")
 
     @property
     def has_parts(self) -> bool:
@@ -170,14 +173,14 @@ class _Made(pickle.Unpickler):
         return self._tensors[place] if place >= 0 else self._old[-1 - place]
 
 
-def _returned(value: Any, is_old: Callable[[Any], bool]) -> _Form:
+def _returned(value: Any, is_old: Callable[[Any], bool], strange: str) -> _Form:
     """What a part returned, if code goes on to use it: plain values, tensors, objects from before the call, or
-    containers of these.
+    containers of these. See `_Form`.
 
     Raises:
         CaptureRefused: it is something else.
     """
-    form = _Form(value, is_old)
+    form = _Form(value, is_old, strange)
     if type(value) in (float, complex):
         raise CaptureRefused(f"returns one {type(value).__name__} that code after it may use; make it a tensor")
     if any(tensor.requires_grad for tensor in form.tensors):
@@ -241,7 +244,7 @@ class RecordedPart:
 
     def form_of(self, given: tuple) -> _Form:
         """What a later call of the function, of these arguments, is made of."""
-        return _Form(given, self.is_old)
+        return _Form(given, self.is_old, _OTHER)
 
     def is_old(self, value: Any) -> bool:
         """Whether an object is one of `old`."""
@@ -340,7 +343,7 @@ class RecordedParts(Parts):
         if changed is not None:  # and a replay would not
             known.late = True
             raise CaptureRefused(f"comes after code that {changed}")
-        form = _Form(value, functools.partial(self._is_old, known))
+        form = _Form(value, functools.partial(self._is_old, known), _OF_THE_CALL)
         known.given = form.outline
         made = [one for one in form.tensors if one.requires_grad and not self.noted.is_old(one)]
         if made and not known.found:
@@ -359,7 +362,7 @@ class RecordedParts(Parts):
             raise CaptureRefused("keeps a tensor that it is given, or what it makes of one; pass it detached")
         if not is_used:
             return []
-        form = _returned(result, functools.partial(self._is_old, known))
+        form = _returned(result, functools.partial(self._is_old, known), _OF_THE_CALL)
         known.returned = form.outline
         before = next(iter(self._made_earlier[len(self.made) - 1 :]), known)
         if before.where == known.where and before.returned not in (None, known.returned):
@@ -445,7 +448,7 @@ class VerifiedParts(Parts):
         if self._guards.moved() is not None or self._guards.changed(gradients=False) is not None:
             return False
         try:
-            return known.returned is None or _returned(result, known.is_old).outline == known.returned
+            return known.returned is None or _returned(result, known.is_old, _OTHER).outline == known.returned
         except CaptureRefused:
             return False
 
@@ -637,7 +640,7 @@ class EagerPart:
             raise CaptureRefused(f"{self.known} changes what code after it reads: {reason}")
         if self.known.returned is None:
             return None
-        returned = _returned(self.outcome[0], self.known.is_old)
+        returned = _returned(self.outcome[0], self.known.is_old, _OTHER)
         if returned.outline != self.known.returned or returned.has_parts:
             raise CaptureRefused(f"{self.known} {_RETURNS_OTHERS}")
         if not self.results:

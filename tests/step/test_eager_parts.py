@@ -2468,6 +2468,21 @@ def test_an_argument_that_is_changed_before_a_part(device):
     assert "changes an argument in place" in module.last_failure
 
 
+def test_a_part_that_returns_another_object_is_told_so(device, caplog):
+    objects, calls = [types.SimpleNamespace(scale=2.0), types.SimpleNamespace(scale=3.0)], []
+
+    @eager
+    def choose():
+        calls.append(1)
+        return objects[len(calls) % 2]
+
+    module = CUDAGraphModule(lambda x: x * choose().scale, config())
+    for number in range(1, 8):
+        x = torch.randn(3, device=device)
+        assert torch.equal(module(x), x * objects[number % 2].scale)
+    assert "returns, one SimpleNamespace that is another than in the call that was recorded" in caplog.text
+
+
 @pytest.mark.parametrize("kind", [dict, tuple, list])
 def test_the_same_tensors_in_another_container_in_each_call(kind, device):
     """As a place for batches gives them."""
