@@ -272,7 +272,7 @@ class Guards:
     def __init__(
         self, notes: Notes, backward: bool = False, bound: Collection[Note] = (), given: Collection[int] = ()
     ) -> None:
-        self.exchanged = False
+        self.exchanged, self._identified = False, notes.identified
         self.bound = list(map(_Guard, bound))
         kept_out = {note.place for note in bound}
         for place in self.bound:  # neither what was there nor what is is kept alive
@@ -533,6 +533,8 @@ class Guards:
         while pairs:
             was, there = pairs.pop()
             known = found.get(id(was))
+            if was is not there and id(was) in self._identified:
+                return f"one {type(was).__name__}, of which code asks which object it is, is another now"
             if was is there or not issubclass(type(was), HOLDERS) or (known is not None and known[1] is there):
                 continue
             if known is not None and not isinstance(was, _UNCHANGING):

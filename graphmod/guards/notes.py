@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import operator
 import random
 import sys
 import types
@@ -84,6 +85,7 @@ _DESCRIPTORS = (types.FunctionType, property, classmethod, staticmethod, types.G
 _GLOBAL_HOOKS = [f"_global_{kind}_hooks" for kind in ("forward", "forward_pre", "backward", "backward_pre")]
 _OF_METHODS = ("__self__", "__func__", "__class__", "__call__")  # all other attributes are the function's
 _OF_C = (types.MethodDescriptorType, types.WrapperDescriptorType)
+_version = operator.attrgetter("_version")
 _LOGGING = (logging.Filterer, logging.Manager)
 _DECIDE = ("level", "disabled", "disable")  # of these
 _BOUND = frozenset(map(identity, (types.BuiltinMethodType, types.MethodType)))
@@ -429,6 +431,8 @@ class Notes:
         of_classes: identity of the attributes of a class -> the view of them that notes are on.
         taken: those locks, by identity, that code has taken.
         told_apart: the addresses of tensors of which code asked whether they are others.
+        identified: by identity of what code asked which object it is, or which version of a tensor: that, in words, and
+            where.
         after_part: whether code has run unseen, which may have changed what is first looked at from here on.
         around: tells of a frame the functions that it runs in, if somebody asks where code comes upon things.
         arounds: by identity of the frames that run, what it has told, and what `touched` has of that.
@@ -460,6 +464,7 @@ class Notes:
         self.of_classes: dict[int, types.MappingProxyType] = {}
         self.taken: dict[int, TakenLock] = {}
         self.told_apart: set[int] = set()
+        self.identified: dict[int, tuple[str, tuple]] = {}
         self.after_part = False
         self._walked: dict[int, nn.Module] = {}
         self._in_classes: dict[tuple[int, str], Place | None] = {}
@@ -820,6 +825,9 @@ class Notes:
         if met is not None:
             met.asked_for_gradient = met.asked_for_gradient or name == "grad"
             met.gets_data = met.gets_data or name == self._stored == "data"
+        if name == "_version" and self.ages.is_old(owner) and not owner.is_inference():
+            self.identified.setdefault(identity(owner), ("version of a tensor", self.here()))
+            self.asked(owner, "the version of a tensor", _version)
         held = getattr(owner, "__dict__", None)
         if held is not None and name in held:
             self._note(owner, Place(held, name, held[name]))

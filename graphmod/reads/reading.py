@@ -48,7 +48,7 @@ from graphmod.guards.values import (
     sort_of,
 )
 from graphmod.reads.operand_stack import Nothing, depths, top
-from graphmod.trace.lines import is_library
+from graphmod.trace.lines import STDLIB, is_library
 from graphmod.trace.operations import address, is_leaf
 from graphmod.trace.untraced import identity
 
@@ -158,8 +158,17 @@ class Reading:
         self.each(frame, how, values)
 
     def tell_apart(self, frame: FrameType | None, argument: Any, values: list) -> None:
-        """Code asks which object a tensor is, and not only what is in it."""
-        self._notes.told_apart.update(address(value) for value in values if issubclass(type(value), Tensor))
+        """Code asks which object a value is, and not only what is in it."""
+        notes = self._notes
+        notes.told_apart.update(address(value) for value in values if issubclass(type(value), Tensor))
+        if len(values) == 2:
+            tells = all(sort_of(type(value)) != INERT and notes.ages.is_old(value) for value in values)
+        else:  # what copies and prints asks, too, and does the same for another
+            filename = notes.where[0].co_filename
+            tells = frame is None and ("-packages" in filename or not filename.startswith(STDLIB))
+        if tells:
+            others = (one for one in values if frame is None or not issubclass(type(one), Tensor))
+            notes.identified.update((identity(one), ("object", notes.here())) for one in others)
 
     # -- variables -----------------------------------------------------------------------------------------------
 

@@ -129,7 +129,7 @@ class Given:
                 self._handles.append((node, node.register_prehook(note)))
         return self
 
-    def _name(self, identity: int) -> str:
+    def name(self, identity: int) -> str:
         """The name of the argument that holds an object."""
         args, kwargs = self._call.args, self._call.kwargs
         named = [*zip(argument_names(args, self._call.names), args, strict=True), *kwargs.items()]
@@ -146,7 +146,7 @@ class Given:
         held = next((key for key, part in result.seen.items() if part.__class__ is tuple and key in given), None)
         if held is None:
             return None
-        return f"returns a container that its argument {self._name(held)!r} holds; make it return a new one"
+        return f"returns a container that its argument {self.name(held)!r} holds; make it return a new one"
 
     def changed(self) -> str | None:
         """What the call did to an argument that no replay would do, in words to follow its name; None for nothing."""
@@ -157,13 +157,13 @@ class Given:
         for index, (tensor, old) in enumerate(zip(before.leaves, self._states, strict=True)):
             if index in self._beyond:
                 return (
-                    f"runs a backward that goes on into its argument {self._name(id(tensor))!r}, whose history is "
+                    f"runs a backward that goes on into its argument {self.name(id(tensor))!r}, whose history is "
                     "outside of the graph; run that backward outside of the call, or pass no tensor that requires grad"
                 )
             now = _state(tensor)
             what = next((key for key in old if old[key] != now.get(key)), None)
             if what is not None:
-                return f"changes the {what} of its argument {self._name(id(tensor))!r}, which no replay does"
+                return f"changes the {what} of its argument {self.name(id(tensor))!r}, which no replay does"
         return None
 
     def _changed_argument(self, after: Flat) -> str:
@@ -173,4 +173,4 @@ class Given:
         changed = next((name for name, *parts in zip(names, old, new, strict=True) if parts[0] != parts[1]), None)
         if changed is not None:
             return changed
-        return self._name(next(now for now, then in zip(after.seen, self._before.seen, strict=True) if now != then))
+        return self.name(next(now for now, then in zip(after.seen, self._before.seen, strict=True) if now != then))

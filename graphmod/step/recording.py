@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmod.guards.changes import all_changes, imports, what_changed
+from graphmod.guards.changes import all_changes, imports, line_of, what_changed
 from graphmod.guards.guards import Guards
 from graphmod.guards.notes import Notes
 from graphmod.guards.values import content, dict_of
@@ -121,7 +121,7 @@ def record(
     recorder, notes, given = record_reads(call, gpu, *roots, found=found, follows=follows)
     refused = str(recorder.hazards[0]) if recorder.hazards else None
     refused = refused or (BACKWARD_OUTSIDE if recorder.unfinished else None)
-    of_arguments = given.changed() or given.returned(call.result)
+    of_arguments = given.changed() or given.returned(call.result) or _asks_for_an_argument(call, given, notes)
     refused = refused or of_arguments
     otherwise = keep_as_found(call, notes)
     refused = refused or otherwise
@@ -195,6 +195,18 @@ def _found(notes: Notes, given: Collection[int] = ()) -> Iterator[Any]:
     yield from (note.before() for note in notes.notes.values() if id(note.owner) not in given)
     for value, items, _ in notes.contents.values():
         yield from () if id(value) in given else items
+
+
+def _asks_for_an_argument(call: Call, given: Given, notes: Notes) -> str | None:
+    """Of which argument the code asks what is another in each call, in words; None of none."""
+    asked = next((one for one in notes.identified if one in call.flat.seen), None)
+    if asked is None:
+        return None
+    what, where = notes.identified[asked]
+    return (
+        f"asks which {what} its argument {given.name(asked)!r} is ({line_of(where)}), and that is another in each "
+        "call; compare what is in it"
+    )
 
 
 def _of_arguments(call: Call, notes: Notes) -> set[int]:

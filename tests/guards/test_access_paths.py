@@ -28,7 +28,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "bases of classes exchanged": ("subclass asked", "instance asked, bases", "attribute by bases", "subclasses"),
     "attributes kept in C": (
         *("name of a function", "doc", "factory of a default dict", "numpy, flags", "shape of numpy", "cell"),
-        *("arguments of an error exchanged", "version of a tensor", "empty dict of a cache"),
+        *("arguments of an error exchanged", "empty dict of a cache"),
     ),
     "other contexts": ("context", "code that runs in a context"),
     "texts written": ("text written",),

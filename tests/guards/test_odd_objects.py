@@ -554,3 +554,45 @@ def test_an_argument_that_code_finds_elsewhere_too_is_told_from_others(way, firs
         x = refs[index % 2] if (index in (5, 6, 11, 12)) != first else torch.ones(2, device=device)
         assert torch.equal(call(x), step(x))
     assert call.stats.replays >= 4 or first
+
+
+@pytest.mark.parametrize("make", [lambda: {"k": 1.0}, list], ids=["dict", "empty list"])
+def test_equal_containers_are_not_taken_for_each_other_where_code_asks_which_they_are(make, device):
+    held = types.SimpleNamespace(one=make())
+    held.other = held.one
+
+    def step(x):
+        return x * 2 if held.one is held.other else x * 3
+
+    module = CUDAGraphModule(step, config())
+    for number in range(24):
+        if number == 8:
+            held.other = make()
+        elif number == 16:
+            held.one = held.other
+        x = torch.randn(3, device=device)
+        assert torch.equal(module(x), step(x)), number
+    assert module.stats.replays > 14
+
+
+@pytest.mark.parametrize("often", [3, 8])
+def test_what_code_keeps_of_a_version_of_a_weight_is_made_anew_with_another(often, device):
+    class Rounded(nn.Linear):
+        made_of, rounded = -1, None
+
+        def forward(self, x):
+            if self.weight._version != self.made_of:
+                self.rounded, self.made_of = self.weight.detach().round(decimals=1), self.weight._version
+            return x @ self.rounded.T
+
+    torch.manual_seed(0)
+    model = Rounded(4, 4).to(device)
+    module = CUDAGraphModule(model, config())
+    for number in range(24):
+        if number % often == 0:
+            with torch.no_grad():
+                model.weight.add_(0.5)
+        x = torch.randn(3, 4, device=device)
+        with torch.no_grad():
+            assert torch.equal(module(x), x @ model.weight.round(decimals=1).T), number
+    assert often == 3 or module.stats.replays > 8

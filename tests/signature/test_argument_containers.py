@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.modeling_outputs import BaseModelOutput
 
 from graphmod import CUDAGraphModule
@@ -420,6 +421,42 @@ def test_a_container_that_code_finds_elsewhere_too_is_watched_there(inside, devi
         x = torch.randn(3, device=device)
         assert torch.equal(module(x, given), step(x, given)), number
     assert module.stats.replays > 15
+
+
+ASKS = {
+    "a dict is one that was there": (dict, lambda given, known: given is known[0]),
+    "identity of a dict": (dict, lambda given, known: id(given) == id(known[0])),
+    "identity of a tensor": (lambda x: x, lambda given, known: id(given) == id(known[0])),
+    "a weak dict by tensors": (lambda x: x, lambda given, known: given in known[1]),
+    "version": (lambda x: x, lambda given, known: given._version > 1),
+}
+
+
+@pytest.mark.parametrize("way", ASKS)
+def test_code_that_asks_which_object_an_argument_is_runs_eagerly(way, device):
+    make, asks = ASKS[way]
+    tensors = [torch.full((3,), float(i), device=device) for i in range(3)]
+    tensors[1].add_(1).add_(1)
+    given = [make({"x": one}) if make is dict else one for one in tensors]
+    known = given[1], None if make is dict else WeakTensorKeyDictionary({given[1]: 1})
+
+    def step(one):
+        return (one["x"] if make is dict else one) * (2 if asks(one, known) else 3)
+
+    module = CUDAGraphModule(step, config())
+    for number in range(CALLS):
+        one = given[0 if number < 5 else number % 3]
+        assert torch.equal(module(one), step(one)), number
+    said = "version of a tensor" if way == "version" else "object"
+    assert f"asks which {said} its argument 'one' is" in module.last_failure
+
+
+def test_a_copy_of_an_argument_asks_nothing(device):
+    module = CUDAGraphModule(lambda x, given: x * copy.deepcopy(given)["in"][0], config())
+    for _ in range(CALLS):
+        x = torch.randn(3, device=device)
+        assert torch.equal(module(x, {"in": [2.0]}), x * 2)
+    assert module.stats.replays > 4, module.last_failure
 
 
 def test_a_list_that_grows_outside_is_another_signature(device):
