@@ -10,6 +10,7 @@ TRL uses by default, `continuous` its continuous batching.
 
 import argparse
 import gc
+import importlib
 import itertools
 import statistics
 import sys
@@ -50,12 +51,12 @@ def measure(mode: str, options: argparse.Namespace, shape: dict[str, Any]) -> di
     import torch
     from datasets import Dataset
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
 
     from examples.trl_grpo import byte_tokenizer
     from graphmod import graph_layers
     from graphmod.decode import use_decode_engine
 
+    trl = importlib.import_module("trl")  # an extra
     torch.manual_seed(0)
     model = build({"model": shape}, options.device).to(torch.bfloat16)
     before = used_mib(options.device) or 0.0
@@ -70,7 +71,7 @@ def measure(mode: str, options: argparse.Namespace, shape: dict[str, Any]) -> di
             progress(f"{mode}: step {len(ends)} of {options.steps}")
 
     with tempfile.TemporaryDirectory() as folder:
-        arguments = GRPOConfig(
+        arguments = trl.GRPOConfig(
             folder,
             max_steps=options.steps,
             per_device_train_batch_size=options.rows,
@@ -87,7 +88,7 @@ def measure(mode: str, options: argparse.Namespace, shape: dict[str, Any]) -> di
             disable_tqdm=True,
             use_cpu=options.device == "cpu",
         )
-        trainer = GRPOTrainer(
+        trainer = trl.GRPOTrainer(
             model,
             lambda completion_ids, **_: [sum(ids) / len(ids) for ids in completion_ids],
             arguments,

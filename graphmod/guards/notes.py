@@ -260,7 +260,7 @@ class MetTensor:
         is_leaf: whether it may collect a gradient.
         without_gradient: whether it had none then; None where an eager part may have changed that before.
         asked_for_gradient: whether code looked at its gradient.
-        tuples: the identities of those in which code found it, on which there are no notes.
+        tuples: the `id` of each in which code found it, on which there are no notes.
         gets_data: whether code gave it other memory (`tensor.data = ...`).
         where_it_lay: the address of its memory.
         where: code and line that came upon it.
@@ -431,8 +431,8 @@ class Notes:
         of_classes: identity of the attributes of a class -> the view of them that notes are on.
         taken: those locks, by identity, that code has taken.
         told_apart: the addresses of tensors of which code asked whether they are others.
-        identified: by identity of what code asked which object it is, or which version of a tensor: that, in words, and
-            where.
+        identified: by `id`, as parts of a call are known, of what code asked which object it is, or which version of a
+            tensor: that, in words, and where.
         after_part: whether code has run unseen, which may have changed what is first looked at from here on.
         around: tells of a frame the functions that it runs in, if somebody asks where code comes upon things.
         arounds: by identity of the frames that run, what it has told, and what `touched` has of that.
@@ -826,7 +826,7 @@ class Notes:
             met.asked_for_gradient = met.asked_for_gradient or name == "grad"
             met.gets_data = met.gets_data or name == self._stored == "data"
         if name == "_version" and self.ages.is_old(owner) and not owner.is_inference():
-            self.identified.setdefault(identity(owner), ("version of a tensor", self.here()))
+            self.identified.setdefault(id(owner), ("version of a tensor", self.here()))
             self.asked(owner, "the version of a tensor", _version)
         held = getattr(owner, "__dict__", None)
         if held is not None and name in held:
@@ -871,7 +871,7 @@ class Notes:
             self._lead_to(value)
         self._meet(value)
         if old and issubclass(type(value), Tensor) and identity(value) in self.tensors:
-            self.tensors[identity(value)].tuples.add(identity(owner))
+            self.tensors[identity(value)].tuples.add(id(owner))
 
     # -- values --------------------------------------------------------------------------------------------------
 

@@ -168,7 +168,7 @@ class Reading:
             tells = frame is None and ("-packages" in filename or not filename.startswith(STDLIB))
         if tells:
             others = (one for one in values if frame is None or not issubclass(type(one), Tensor))
-            notes.identified.update((identity(one), ("object", notes.here())) for one in others)
+            notes.identified.update((id(one), ("object", notes.here())) for one in others)
 
     # -- variables -----------------------------------------------------------------------------------------------
 
