@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -53,16 +54,67 @@ class batch_invariant:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._attention = attention(model, _WITH_MASKS, attend, _mask)
-        self._mode = Invariant()
+        if not hasattr(getattr(model, "config", None), "_attn_implementation"):
+            raise ConfigError(
+                f"batch_invariant needs a transformers model, and got {type(model).__name__}; of one that is wrapped, "
+                "as by DistributedDataParallel, give the model within (model.module)"
+            )
+        self._model = model
+        self._within: list[ExitStack] = []
 
     def __enter__(self) -> None:
-        self._attention.__enter__()
-        self._mode.__enter__()
+        with ExitStack() as stack:
+            stack.enter_context(_numbers(self._model))
+            if not torch.is_inference_mode_enabled():
+                stack.callback(_put_back, _exchange_checkpoints(self._model))
+            self._within.append(stack.pop_all())
 
     def __exit__(self, *given: Any) -> None:
-        self._mode.__exit__(*given)
-        self._attention.__exit__(*given)
+        self._within.pop().__exit__(*given)
+
+
+def _numbers(model: PreTrainedModel) -> ExitStack:
+    """The attention and the mode, entered."""
+    with ExitStack() as stack:
+        stack.enter_context(attention(model, _WITH_MASKS, attend, _mask))
+        stack.enter_context(Invariant())
+        return stack.pop_all()
+
+
+class _Recomputed:
+    """In the place of the checkpointing function of a model's layers: what is computed again in a backward, which may
+    come when `batch_invariant` is left, is computed as it was."""
+
+    def __init__(self, model: PreTrainedModel, function: Callable) -> None:
+        self.model, self.function = model, function
+
+    def __call__(self, part: Callable, *args: Any, **given: Any) -> Any:
+        return self.function(functools.partial(self._again, part), *args, **given)
+
+    def _again(self, part: Callable, *args: Any, **given: Any) -> Any:
+        with _numbers(self.model):
+            return part(*args, **given)
+
+
+_CHECKPOINTS = "_gradient_checkpointing_func"
+
+
+def _exchange_checkpoints(model: PreTrainedModel) -> list[tuple[Any, _Recomputed]]:
+    found = [(module, vars(module).get(_CHECKPOINTS)) for module in model.modules()]
+    exchanged = [
+        (module, _Recomputed(model, function))
+        for module, function in found
+        if function is not None and not isinstance(function, _Recomputed)
+    ]
+    for module, own in exchanged:
+        setattr(module, _CHECKPOINTS, own)
+    return exchanged
+
+
+def _put_back(exchanged: list[tuple[Any, _Recomputed]]) -> None:
+    for module, own in exchanged:
+        if vars(module).get(_CHECKPOINTS) is own:
+            setattr(module, _CHECKPOINTS, own.function)
 
 
 class Invariant(TorchDispatchMode):

@@ -1,10 +1,13 @@
 """Log-probabilities that are the very ones of a forward over whole sequences, whatever the batch."""
 
 import copy
+import threading
 
 import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from graphmod.decode import DecodeEngine, batch_invariant, quantize_weights
 from graphmod.errors import ConfigError
@@ -142,6 +145,78 @@ def test_other_lengths_and_contents_beside_a_row_change_nothing(device):
         with torch.no_grad(), batch_invariant(model):
             found.append(model(ids, use_cache=False).logits[0, :19])
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def logits_of(model, ids, **given):
+    with torch.no_grad(), batch_invariant(model):
+        return model(ids, use_cache=False, **given).logits
+
+
+@pytest.fixture
+def llama(device):
+    return tiny_model("llama", device)
+
+
+@pytest.fixture
+def ids(device):
+    torch.manual_seed(0)
+    return torch.randint(0, 96, (2, 40), device=device)
+
+
+def test_it_may_be_entered_within_itself_and_around_an_engine(llama, ids):
+    before = llama.config._attn_implementation, [*ALL_MASK_ATTENTION_FUNCTIONS._global_mapping]
+    expected, own = logits_of(llama, ids), batch_invariant(llama)
+    with own:
+        with own:
+            assert torch.equal(logits_of(llama, ids), expected)
+        done = sampled(engine_of(llama), prompts_of(*LENGTHS))
+        with torch.no_grad():
+            assert torch.equal(llama(ids, use_cache=False).logits, expected)
+    assert of_trainer(llama, done, "left") == [one.logprobs for one in done]
+    assert (llama.config._attn_implementation, [*ALL_MASK_ATTENTION_FUNCTIONS._global_mapping]) == before
+    assert not any("sequences" in name for name in ALL_ATTENTION_FUNCTIONS._global_mapping)
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["model", "models"])
+def test_threads_may_leave_it_in_any_order(same, llama, ids):
+    other = llama if same else copy.deepcopy(llama)
+    before, expected, found = llama.config._attn_implementation, logits_of(llama, ids), []
+    entered, left = threading.Event(), threading.Event()
+
+    def second():
+        with torch.no_grad(), batch_invariant(other):
+            entered.set()
+            left.wait(30)
+            found.append(other(ids, use_cache=False).logits)
+
+    thread = threading.Thread(target=second)
+    with batch_invariant(llama):
+        thread.start()
+        entered.wait(30)
+    left.set()
+    thread.join()
+    assert torch.equal(found[0], expected)
+    assert llama.config._attn_implementation == other.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not_reentrant"])
+def test_what_a_backward_after_it_computes_again_is_as_it_was(reentrant, llama, ids):
+    other = copy.deepcopy(llama)
+    llama.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
+    layer = llama.model.layers[0]
+    before = layer._gradient_checkpointing_func
+    with batch_invariant(llama):
+        own = llama(ids, use_cache=False).logits.log_softmax(-1).sum()
+    assert layer._gradient_checkpointing_func is before
+    own.backward()
+    other(ids, use_cache=False).logits.log_softmax(-1).sum().backward()
+    for mine, theirs in zip(llama.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-3)
+
+
+def test_it_is_for_a_transformers_model():
+    with pytest.raises(ConfigError, match="needs a transformers model, and got Linear"):
+        batch_invariant(torch.nn.Linear(2, 2))
 
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
