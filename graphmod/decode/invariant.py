@@ -266,8 +266,8 @@ def attend(
     Args:
         query: (B, heads, S, head_dim).
         key, value: (B, kv_heads, C, head_dim or value_dim).
-        attention_mask: (B, 1, S, C) bool; what a token sees must lie together. Where C is more than S, rows have no
-            padding before them.
+        attention_mask: (B, 1, S, C) bool, or a float that is added to scores, zero where they are seen; what a token
+            sees must lie together. Where C is more than S, rows have no padding before them.
 
     Returns:
         (B, S, heads, value_dim).
@@ -276,7 +276,9 @@ def attend(
         raise ConfigError(f"with batch_invariant, attention drops nothing, and dropout={dropout} was asked for; use 0")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if cache_view is None:
-        out = _Attention.apply(query, key, value, attention_mask, s_aux, scale, softcap)
+        chunk = getattr(getattr(module, "config", None), "attention_chunk_size", None)
+        seen = _checked(attention_mask, len(query), query.shape[2], key.shape[2], chunk)
+        out = _Attention.apply(query, key, value, seen, s_aux, scale, softcap)
         return out.transpose(1, 2), None
     view, memory = cache_view, cache_view.memory
     rule = memory.layers[module.layer_idx].rule
@@ -286,6 +288,55 @@ def attend(
     asked, first = query.to(memory.dtype), view.shared[rule]
     out = _tiles(asked, keys, values, view.block_table, view.context, first, s_aux, scale, softcap)
     return out.to(query.dtype), None
+
+
+_UNSEEN = -1e4
+"""What is added to a score that gets no weight, or less."""
+
+
+def _checked(mask: Tensor | None, rows: int, tokens: int, columns: int, chunk: int | None) -> Tensor:
+    """(rows, 1, tokens, columns) bool: what each token sees, of a mask as transformers or a caller gives it.
+
+    Args:
+        chunk: tokens of a chunk, where the model has layers that see no more.
+
+    Raises:
+        ConfigError: sums over what it lets tokens see would depend on more than a sequence.
+    """
+    if mask is None:
+        raise ConfigError("with batch_invariant, attention needs the causal mask that transformers makes, and got none")
+    known = mask.dtype == torch.bool or mask.is_floating_point()
+    if not known or mask.dim() != 4 or mask.shape[1] != 1:
+        raise ConfigError(
+            "with batch_invariant, attention takes masks of shape (B, 1, S, C), of bool or float, and got "
+            f"{tuple(mask.shape)} of {mask.dtype}"
+        )
+    seen = (mask if mask.dtype == torch.bool else mask == 0).expand(rows, 1, tokens, columns)
+    graded = ~(seen | (mask <= _UNSEEN)).all() if mask.is_floating_point() else seen.new_zeros(())
+    near = seen[:, 0].to(torch.int8)
+    count, first, last = near.sum(2), near.argmax(2), columns - 1 - near.flip(2).argmax(2)
+    apart = (count > 0) & (last - first + 1 != count)
+    within = first - near.amax(1).argmax(1, keepdim=True)
+    # A token that sees itself alone begins a sequence. Where that is no tile's beginning, tiles would lie otherwise.
+    alone = (count == 1) & (first == torch.arange(tokens, device=mask.device)) & (within % TILE != 0)
+    if chunk is not None:
+        alone &= within % chunk != 0
+    if columns != tokens:
+        alone = alone[:0]
+    graded, several, apart = torch.stack((graded, alone.any(), apart.any())).tolist()
+    if graded:
+        raise ConfigError("with batch_invariant, attention takes no biases: a mask holds other than zeros and -inf")
+    if several:
+        raise ConfigError(
+            "with batch_invariant, each row holds one sequence, and several are packed into one, or padding sees "
+            "itself; give each sequence a row of its own, padded with an attention_mask"
+        )
+    if apart:
+        raise ConfigError(
+            "with batch_invariant, what a token sees must lie together, and a mask hides tokens between others; pad "
+            "rows at their ends, and leave out what is not to be seen"
+        )
+    return seen
 
 
 class _Attention(torch.autograd.Function):
@@ -319,17 +370,15 @@ def _over_sequences(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
+    mask: Tensor,
     sinks: Tensor | None,
     scale: float,
     cap: float | None,
 ) -> Tensor:
     """(B, heads, S, value_dim): each token over the tiles of its row, from the row's first token on."""
-    if mask is None:
-        raise ConfigError("with batch_invariant, attention needs the causal mask that transformers makes, and got none")
     rows, heads, tokens, width = query.shape
     columns = key.shape[2]
-    seen = mask.expand(rows, 1, tokens, columns)[:, 0]
+    seen = mask[:, 0]
     # With more keys than queries, in pieces of prompts, windows may hide the first token, which is that of the row.
     start = seen.any(1).to(torch.int8).argmax(1) * (columns == tokens)
     count = seen.sum(2)

@@ -199,6 +199,27 @@ def test_threads_may_leave_it_in_any_order(same, llama, ids):
     assert llama.config._attn_implementation == other.config._attn_implementation == before
 
 
+def test_a_mask_that_is_added_says_what_a_token_sees(llama, ids):
+    seen = torch.ones(40, 40, dtype=torch.bool, device=ids.device).tril().expand(2, 1, 40, 40)
+    added = torch.zeros(seen.shape, device=ids.device).masked_fill(~seen, float("-inf"))
+    expected = logits_of(llama, ids)
+    assert torch.equal(logits_of(llama, ids, attention_mask=seen), expected)
+    assert torch.equal(logits_of(llama, ids, attention_mask=added), expected)
+    for given, said in ((added - 0.5, "takes no biases"), (seen.long(), "of bool or float")):
+        with pytest.raises(ConfigError, match=said):
+            logits_of(llama, ids, attention_mask=given)
+
+
+def test_rows_with_holes_or_several_sequences_are_refused(llama, ids):
+    holes = torch.ones_like(ids)
+    holes[:, 5] = 0
+    with pytest.raises(ConfigError, match="a mask hides tokens between others"):
+        logits_of(llama, ids, attention_mask=holes)
+    packed = torch.cat([torch.arange(13), torch.arange(27)]).to(ids.device).expand(2, 40)
+    with pytest.raises(ConfigError, match="several are packed into one"):
+        logits_of(llama, ids, position_ids=packed)
+
+
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not_reentrant"])
 def test_what_a_backward_after_it_computes_again_is_as_it_was(reentrant, llama, ids):
     other = copy.deepcopy(llama)
