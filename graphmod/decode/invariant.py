@@ -76,7 +76,9 @@ class batch_invariant:
 def _numbers(model: PreTrainedModel) -> ExitStack:
     """The attention and the mode, entered."""
     with ExitStack() as stack:
-        stack.enter_context(attention(model, _WITH_MASKS, attend, _mask))
+        # Attention over whole sequences computes in the dtype of the engine's cache, also under autocast.
+        name = f"{_WITH_MASKS}_{str(model.dtype).removeprefix('torch.')}"
+        stack.enter_context(attention(model, name, _attends(model.dtype), _mask))
         stack.enter_context(Invariant())
         return stack.pop_all()
 
@@ -259,6 +261,7 @@ def attend(
     s_aux: Tensor | None = None,
     cache_view: CacheView | None = None,
     dropout: float = 0.0,
+    dtype: torch.dtype | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """As transformers calls it: in a decode step over the cache, else over the keys that it is given.
@@ -268,6 +271,7 @@ def attend(
         key, value: (B, kv_heads, C, head_dim or value_dim).
         attention_mask: (B, 1, S, C) bool, or a float that is added to scores, zero where they are seen; what a token
             sees must lie together. Where C is more than S, rows have no padding before them.
+        dtype: it computes in where there is no cache, whose dtype it has; None is that of the query.
 
     Returns:
         (B, S, heads, value_dim).
@@ -278,8 +282,9 @@ def attend(
     if cache_view is None:
         chunk = getattr(getattr(module, "config", None), "attention_chunk_size", None)
         seen = _checked(attention_mask, len(query), query.shape[2], key.shape[2], chunk)
-        out = _Attention.apply(query, key, value, seen, s_aux, scale, softcap)
-        return out.transpose(1, 2), None
+        asked, key, value = (one.to(dtype or query.dtype) for one in (query, key, value))
+        out = _Attention.apply(asked, key, value, seen, s_aux, scale, softcap)
+        return out.transpose(1, 2).to(query.dtype), None
     view, memory = cache_view, cache_view.memory
     rule = memory.layers[module.layer_idx].rule
     if rule not in view.shared:
@@ -288,6 +293,11 @@ def attend(
     asked, first = query.to(memory.dtype), view.shared[rule]
     out = _tiles(asked, keys, values, view.block_table, view.context, first, s_aux, scale, softcap)
     return out.to(query.dtype), None
+
+
+@functools.cache
+def _attends(dtype: torch.dtype) -> Callable[..., tuple[Tensor, None]]:
+    return functools.partial(attend, dtype=dtype)
 
 
 _UNSEEN = -1e4

@@ -235,6 +235,15 @@ def test_what_a_backward_after_it_computes_again_is_as_it_was(reentrant, llama, 
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_under_autocast_they_are_those_of_a_forward_under_autocast(architecture, device):
+    model = tiny_model(architecture, device)
+    engine = engine_of(model)
+    with torch.autocast(device.type, torch.bfloat16):
+        done = sampled(engine, prompts_of(*LENGTHS))
+        assert of_trainer(model, done, "left") == [one.logprobs for one in done]
+
+
 def test_it_is_for_a_transformers_model():
     with pytest.raises(ConfigError, match="needs a transformers model, and got Linear"):
         batch_invariant(torch.nn.Linear(2, 2))
