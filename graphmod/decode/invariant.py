@@ -202,19 +202,29 @@ def _halved(tensor: Tensor) -> Tensor:
     return tensor.squeeze(-1)
 
 
+def _is_last(tensor: Tensor, dim: list[int] | None) -> bool:
+    """Whether it is the last dimension alone that is reduced, and there is something in it."""
+    return bool(dim) and tensor.numel() > 0 < tensor.dim() and [one % tensor.dim() for one in dim] == [tensor.dim() - 1]
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """In fp32, or fp64 where it is that: what sums are made in."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 def _mean(tensor: Tensor, dim: list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
     tensor = tensor if dtype is None else tensor.to(dtype)
-    if dim is None or [one % tensor.dim() for one in dim] != [tensor.dim() - 1]:
+    if not _is_last(tensor, dim):
         return aten.mean.dim(tensor, dim, keepdim)
     if _kernels(tensor) is not None:
         found = torch.ops.graphmod.invariant_mean(tensor)
     else:
-        found = (_halved(tensor.float()) / tensor.shape[-1]).to(tensor.dtype)
+        found = (_halved(_wide(tensor)) / tensor.shape[-1]).to(tensor.dtype)
     return found.unsqueeze(-1) if keepdim else found
 
 
 def _logsumexp(tensor: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
-    if [one % tensor.dim() for one in dim] != [tensor.dim() - 1]:
+    if not _is_last(tensor, dim) or not tensor.is_floating_point():
         return aten.logsumexp.default(tensor, dim, keepdim)
     if _kernels(tensor) is not None:
         found = torch.ops.graphmod.invariant_logsumexp(tensor)
@@ -227,9 +237,12 @@ def _logsumexp(tensor: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
 
 
 def _log_softmax(tensor: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    tensor = tensor.float() if half_to_float else tensor
+    if not _is_last(tensor, [dim]):
+        return torch.log_softmax(tensor.float() if half_to_float else tensor, dim)
+    wide = _wide(tensor)
     # As who takes the log-sum-exp from one logit alone computes it.
-    return tensor - _logsumexp(tensor, [dim], True)
+    found = wide - _logsumexp(wide, [dim], True)
+    return found if half_to_float else found.to(tensor.dtype)
 
 
 _OPERATIONS: dict[str, Callable[..., Tensor]] = {
@@ -417,12 +430,12 @@ def _formula(
     if sinks is None and cap is None:
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped > 1)
     key, value = (one.repeat_interleave(grouped, 1) for one in (key, value))
-    scores = query.float() @ key.float().transpose(2, 3) * scale
+    scores = _wide(query) @ _wide(key).transpose(2, 3) * scale
     if cap is not None:
         scores = cap * torch.tanh(scores / cap)
     scores = scores.masked_fill(~mask, float("-inf"))
     if sinks is not None:
-        more = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        more = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, more), -1)
     return scores.softmax(-1)[..., : key.shape[2]].to(value.dtype) @ value
 
@@ -446,12 +459,12 @@ def _tiles(
         )
     rows, heads, _, width = query.shape
     block, kv_heads = keys.shape[1:3]
-    asked = query.view(rows, kv_heads, -1, 1, width).float()
+    asked = _wide(query.view(rows, kv_heads, -1, 1, width))
     shape = asked.shape[:3]
-    most = torch.full(shape, float("-inf"), device=query.device)
+    most = asked.new_full(shape, float("-inf"))
     total, result = torch.zeros_like(most), asked.new_zeros((*shape, values.shape[3]))
     if sinks is not None:
-        most = sinks.float().view(1, kv_heads, -1).expand(shape).contiguous()
+        most = sinks.to(asked.dtype).view(1, kv_heads, -1).expand(shape).contiguous()
         total = torch.ones_like(most)
     token = torch.arange(TILE, device=query.device)
     for begin in range(0, table.shape[1] * block, TILE):
@@ -461,7 +474,7 @@ def _tiles(
             seen = seen & (place >= first.unsqueeze(1))
         held = table[:, begin // block].unsqueeze(1), (place % block).unsqueeze(0)
         key, value = (
-            one[held].transpose(1, 2).unsqueeze(2).float() for one in (keys, values)
+            _wide(one[held].transpose(1, 2).unsqueeze(2)) for one in (keys, values)
         )  # (B, kv, 1, TILE, width)
         score = _halved(asked * key) * scale
         if cap is not None:
@@ -470,9 +483,9 @@ def _tiles(
         score = score.masked_fill(~seen, float("-inf"))
         now = torch.maximum(most, score.amax(-1))
         shift = torch.where(torch.isfinite(now), now, 0.0)
-        before, weight = (one.double().exp().float() for one in (most - shift, score - shift.unsqueeze(-1)))
+        before, weight = (one.double().exp().to(asked.dtype) for one in (most - shift, score - shift.unsqueeze(-1)))
         value = value.masked_fill(~seen.unsqueeze(-1), 0)
-        part = _halved((weight.to(values.dtype).float().unsqueeze(-1) * value).transpose(-1, -2))
+        part = _halved((_wide(weight.to(values.dtype)).unsqueeze(-1) * value).transpose(-1, -2))
         result = result * before.unsqueeze(-1) + part
         total = total * before + _halved(weight)
         most = now

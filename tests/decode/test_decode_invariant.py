@@ -244,6 +244,17 @@ def test_under_autocast_they_are_those_of_a_forward_under_autocast(architecture,
         assert of_trainer(model, done, "left") == [one.logprobs for one in done]
 
 
+def test_numbers_without_dimensions_or_of_fp64_are_reduced_as_ever(llama, device):
+    one, none, many = torch.ones((), device=device), torch.ones(3, 0, device=device), torch.rand(3, 70, device=device)
+    exact, half = many.double(), many.bfloat16() * 30
+    with batch_invariant(llama):
+        assert one.mean(0) == 1 and one.log_softmax(0) == 0 and one.logsumexp(0) == 1
+        assert none.mean(-1).isnan().all() and (none.logsumexp(-1) == float("-inf")).all()
+        found = exact.mean(-1), half.log_softmax(-1)
+    torch.testing.assert_close(found[0], exact.mean(-1), rtol=1e-14, atol=0)
+    torch.testing.assert_close(found[1], half.log_softmax(-1), rtol=8e-3, atol=0)
+
+
 def test_it_is_for_a_transformers_model():
     with pytest.raises(ConfigError, match="needs a transformers model, and got Linear"):
         batch_invariant(torch.nn.Linear(2, 2))
