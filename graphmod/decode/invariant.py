@@ -130,7 +130,8 @@ class Invariant(TorchDispatchMode):
         own = _OPERATIONS.get(name)
         if own is not None:
             return own(*args, **kwargs)
-        if name in _REFUSED or name.startswith("aten::_scaled_dot_product"):
+        operation = name.partition(".")[0].removesuffix("_")
+        if operation in _REFUSED or operation.startswith("aten::_scaled_dot_product"):
             raise _refusal(name)
         if has_kernel_for(name, "CompositeImplicitAutograd"):  # in inference mode they come here whole
             with self:
@@ -149,6 +150,10 @@ _plain = threading.local()  # `entered` while a backward computes by PyTorch's o
 _REFUSED = {
     *("aten::baddbmm", "aten::addbmm", "aten::mv", "aten::addmv", "aten::dot", "aten::convolution"),
     *("aten::_convolution", "aten::_grouped_mm", "aten::_scaled_mm", "graphmod::scaled_linear"),
+    *("aten::mm", "aten::addmm", "aten::bmm", "aten::vdot", "aten::_int_mm"),  # what is not exchanged of them
+    *("aten::_addmm_activation", "aten::_scaled_mm_v2", "aten::_scaled_grouped_mm", "aten::_scaled_grouped_mm_v2"),
+    *("aten::_weight_int4pack_mm", "aten::_weight_int8pack_mm", "aten::convolution_overrideable"),
+    *("aten::_flash_attention_forward", "aten::_efficient_attention_forward"),
 }
 
 

@@ -255,6 +255,17 @@ def test_numbers_without_dimensions_or_of_fp64_are_reduced_as_ever(llama, device
     torch.testing.assert_close(found[1], half.log_softmax(-1), rtol=8e-3, atol=0)
 
 
+def test_other_forms_of_products_are_refused(llama, device):
+    matrix = torch.ones(2, 2, device=device)
+    with batch_invariant(llama):
+        for act in (
+            lambda: torch.mm(matrix, matrix, out=matrix.clone()),
+            lambda: matrix.clone().addmm_(matrix, matrix),
+        ):
+            with pytest.raises(ConfigError, match="cannot be computed"):
+                act()
+
+
 def test_it_is_for_a_transformers_model():
     with pytest.raises(ConfigError, match="needs a transformers model, and got Linear"):
         batch_invariant(torch.nn.Linear(2, 2))
