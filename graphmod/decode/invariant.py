@@ -133,6 +133,8 @@ class Invariant(TorchDispatchMode):
         operation = name.partition(".")[0].removesuffix("_")
         if operation in _REFUSED or operation.startswith("aten::_scaled_dot_product"):
             raise _refusal(name)
+        if name in _CURVES and not args[0].is_cuda and args[0].is_floating_point():
+            return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
         if has_kernel_for(name, "CompositeImplicitAutograd"):  # in inference mode they come here whole
             with self:
                 return func.decompose(*args, **kwargs)
@@ -155,6 +157,10 @@ _REFUSED = {
     *("aten::_weight_int4pack_mm", "aten::_weight_int8pack_mm", "aten::convolution_overrideable"),
     *("aten::_flash_attention_forward", "aten::_efficient_attention_forward"),
 }
+_CURVES = {
+    f"aten::{name}" for name in ("gelu", "silu", "tanh", "sigmoid", "exp", "log", "cos", "sin", "erf", "softplus")
+}
+"""Operations whose last bit depends, on a CPU, on where in memory a number stands."""
 
 
 # -- products, means and log-sum-exps ----------------------------------------------------------------------------------

@@ -244,6 +244,14 @@ def test_under_autocast_they_are_those_of_a_forward_under_autocast(architecture,
         assert of_trainer(model, done, "left") == [one.logprobs for one in done]
 
 
+def test_sizes_that_fill_no_vector_change_nothing(device):
+    torch.manual_seed(0)
+    sizes = ROTARY | {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16, "intermediate_size": 1030}
+    model = Gemma2ForCausalLM(Gemma2Config(**sizes)).to(device).eval()
+    done = sampled(engine_of(model), prompts_of(*LENGTHS))
+    assert of_trainer(model, done, "left") == [one.logprobs for one in done]
+
+
 def test_numbers_without_dimensions_or_of_fp64_are_reduced_as_ever(llama, device):
     one, none, many = torch.ones((), device=device), torch.ones(3, 0, device=device), torch.rand(3, 70, device=device)
     exact, half = many.double(), many.bfloat16() * 30
