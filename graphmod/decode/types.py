@@ -191,6 +191,11 @@ class EngineConfig(BatchSettings):
                 f"batch_invariant=True has an attention of its own, and attention={self.attention} names another; use "
                 "attention=auto"
             )
+        if self.batch_invariant and self.max_adapters:
+            raise ConfigError(
+                f"batch_invariant=True cannot be used with max_adapters={self.max_adapters}, which add up what "
+                "adapters make in another order than a trainer's model does; make the engine of the PEFT model itself"
+            )
         if self.batch_invariant and self.compile is not CompileMode.none:
             raise ConfigError(
                 f"batch_invariant=True cannot be used with compile={self.compile}, whose kernels depend on the batch; "

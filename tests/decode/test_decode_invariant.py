@@ -287,10 +287,11 @@ SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "nu
     [
         (None, {"compile": "default"}, "cannot be used with compile=default"),
         (None, {"attention": "sdpa"}, "attention=sdpa names another; use attention=auto"),
+        (None, {"max_adapters": 1}, "cannot be used with max_adapters=1.*the PEFT model itself"),
         (None, {"block_size": 8}, "a block_size that 16 divides, got 8"),
         (lambda model: quantize_weights(model, "int8"), {}, "graphmod::scaled_linear cannot be computed"),
     ],
-    ids=["compile", "attention", "block_size", "weights"],
+    ids=["compile", "attention", "adapters", "block_size", "weights"],
 )
 def test_what_depends_on_the_batch_is_refused(change, settings, said):
     model = tiny_model("llama", torch.device("cpu"))
