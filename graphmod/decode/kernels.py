@@ -7,6 +7,7 @@ Haziza, Massa, Sizov, 2023; the softmax of parts: Milakov, Gimelshein, arXiv:180
 up.
 """
 
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from graphmod.fuse.kernels import can_start_early, early_launch, stages
 
 _MOST_PARTS = 64
+_MOST_ROWS = 65535  # of a launch
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
@@ -200,6 +202,14 @@ def attend(
         one_part: so many tokens are added up at a time, one after the other, whatever the batch; None divides rows as
             is fastest.
     """
+    if len(query) > _MOST_ROWS:
+        parts_of_rows = (one.split(_MOST_ROWS) for one in (query, table, context))
+        begins = repeat(None) if first is None else first.split(_MOST_ROWS)
+        found = [
+            attend(asked, keys, values, blocks, length, begin, sinks, counters, scale, cap, one_part)
+            for asked, blocks, length, begin in zip(*parts_of_rows, begins, strict=False)
+        ]
+        return torch.cat(found)
     processors = torch.cuda.get_device_properties(query.device).multi_processor_count
     rows, heads, _, head = query.shape
     block, kv_heads, value = keys.shape[1], keys.shape[2], values.shape[3]
@@ -277,6 +287,7 @@ def _product(
     right_row,
     right_column,
     BIAS: tl.constexpr,
+    FAR: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
@@ -287,6 +298,8 @@ def _product(
     for begin in tl.range(0, length, INNER):
         inner = begin + tl.arange(0, INNER)
         there = inner < length
+        if FAR:
+            inner = inner.to(tl.int64)
         first = tl.load(
             left + row[:, None] * left_row + inner[None, :] * left_column,
             mask=(row < rows)[:, None] & there[None, :],
@@ -327,6 +340,8 @@ def invariant_product(left: Tensor, right: Tensor, bias: Tensor | None) -> Tenso
                 *left.stride(),
                 *right.stride(),
                 BIAS=bias is not None,
+                # As in the gradient of a large vocabulary: 32 bits do not reach the last number.
+                FAR=(length + sizes["INNER"]) * max(left.stride(1), right.stride(0)) >= 2**31,
                 **sizes,
                 num_warps=4,
                 num_stages=3,

@@ -1,6 +1,7 @@
 """Log-probabilities that are the very ones of a forward over whole sequences, whatever the batch."""
 
 import copy
+import importlib
 import threading
 
 import pytest
@@ -277,6 +278,37 @@ def test_other_forms_of_products_are_refused(llama, device):
 def test_it_is_for_a_transformers_model():
     with pytest.raises(ConfigError, match="needs a transformers model, and got Linear"):
         batch_invariant(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.gpu
+def test_more_rows_than_one_launch_has():
+    device = torch.device("cuda")
+    kernels = importlib.import_module("graphmod.decode.kernels")
+    rows, (keys, values) = kernels._MOST_ROWS + 5, torch.randn(2, 4, 16, 1, 16, device=device, dtype=torch.bfloat16)
+    query = torch.randn(rows, 2, 1, 16, device=device, dtype=torch.bfloat16)
+    table = torch.arange(4, device=device).repeat(rows, 1)
+    context = torch.full((rows,), 60, device=device)
+    for first in (None, context - 8):
+
+        def attended(part, first=first):
+            start = None if first is None else first[part]
+            own = query[part], keys, values, table[part], context[part], start, None, context, 0.25, None, 16
+            return torch.ops.graphmod.triton_decode(*own)
+
+        whole = attended(slice(None))
+        assert torch.equal(whole[-20:], attended(slice(-20, None))) and len(whole) == rows
+
+
+@pytest.mark.gpu
+def test_products_of_numbers_that_lie_far_apart():
+    device = torch.device("cuda")
+    length, columns = 8200, 2**18 + 16
+    wide = torch.zeros(length, columns, device=device, dtype=torch.bfloat16)
+    wide[:, -8:] = torch.randn(length, 8, device=device)
+    right = torch.randn(length, 8, device=device, dtype=torch.bfloat16)
+    importlib.import_module("graphmod.decode.kernels")
+    found = torch.ops.graphmod.invariant_product(wide.t()[-8:], right, None)
+    torch.testing.assert_close(found, wide[:, -8:].t().contiguous() @ right, rtol=2e-2, atol=1)
 
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
