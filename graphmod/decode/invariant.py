@@ -305,7 +305,8 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if cache_view is None:
         chunk = getattr(getattr(module, "config", None), "attention_chunk_size", None)
-        seen = _checked(attention_mask, len(query), query.shape[2], key.shape[2], chunk)
+        whole = chunk is None and kwargs.get("sliding_window") is None
+        seen = _checked(attention_mask, len(query), query.shape[2], key.shape[2], chunk, whole)
         asked, key, value = (one.to(dtype or query.dtype) for one in (query, key, value))
         out = _Attention.apply(asked, key, value, seen, s_aux, scale, softcap)
         return out.transpose(1, 2).to(query.dtype), None
@@ -328,11 +329,12 @@ _UNSEEN = -1e4
 """What is added to a score that gets no weight, or less."""
 
 
-def _checked(mask: Tensor | None, rows: int, tokens: int, columns: int, chunk: int | None) -> Tensor:
+def _checked(mask: Tensor | None, rows: int, tokens: int, columns: int, chunk: int | None, whole: bool) -> Tensor:
     """(rows, 1, tokens, columns) bool: what each token sees, of a mask as transformers or a caller gives it.
 
     Args:
         chunk: tokens of a chunk, where the model has layers that see no more.
+        whole: whether tokens see all that comes before them.
 
     Raises:
         ConfigError: sums over what it lets tokens see would depend on more than a sequence.
@@ -350,14 +352,23 @@ def _checked(mask: Tensor | None, rows: int, tokens: int, columns: int, chunk: i
     near = seen[:, 0].to(torch.int8)
     count, first, last = near.sum(2), near.argmax(2), columns - 1 - near.flip(2).argmax(2)
     apart = (count > 0) & (last - first + 1 != count)
-    within = first - near.amax(1).argmax(1, keepdim=True)
+    start = near.amax(1).argmax(1, keepdim=True)
+    within = first - start
     # A token that sees itself alone begins a sequence. Where that is no tile's beginning, tiles would lie otherwise.
     alone = (count == 1) & (first == torch.arange(tokens, device=mask.device)) & (within % TILE != 0)
     if chunk is not None:
         alone &= within % chunk != 0
+    late = start % TILE != 0
+    if columns == tokens or not whole:
+        late = late[:0]
     if columns != tokens:
         alone = alone[:0]
-    graded, several, apart = torch.stack((graded, alone.any(), apart.any())).tolist()
+    graded, several, apart, late = torch.stack((graded, alone.any(), apart.any(), late.any())).tolist()
+    if late:
+        raise ConfigError(
+            "with batch_invariant, rows that go on from a cache have no padding before them; pad them on the right, or "
+            "compute whole sequences with use_cache=False"
+        )
     if graded:
         raise ConfigError("with batch_invariant, attention takes no biases: a mask holds other than zeros and -inf")
     if several:

@@ -221,6 +221,17 @@ def test_rows_with_holes_or_several_sequences_are_refused(llama, ids):
         logits_of(llama, ids, position_ids=packed)
 
 
+def test_rows_that_go_on_from_a_cache_are_padded_on_the_right(llama, ids):
+    expected, mask = logits_of(llama, ids), torch.ones_like(ids)
+    with torch.no_grad(), batch_invariant(llama):
+        cache = llama(ids[:, :30], use_cache=True).past_key_values
+        assert torch.equal(llama(ids[:, 30:], past_key_values=cache).logits, expected[:, 30:])
+        mask[0, :3] = 0
+        cache = llama(ids[:, :30], attention_mask=mask[:, :30], use_cache=True).past_key_values
+        with pytest.raises(ConfigError, match="rows that go on from a cache have no padding before them"):
+            llama(ids[:, 30:], attention_mask=mask, past_key_values=cache)
+
+
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not_reentrant"])
 def test_what_a_backward_after_it_computes_again_is_as_it_was(reentrant, llama, ids):
     other = copy.deepcopy(llama)
