@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import inspect
 import operator
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import repeat
@@ -129,15 +128,9 @@ def takes(model: PreTrainedModel, name: str) -> bool:
     return name in inspect.signature(model.forward).parameters
 
 
-_entered: list[attention] = []
-"""Those that are entered now, by any thread, the first first."""
-_entering = threading.RLock()  # a signal may come while it is held
-
-
 class attention:
     """Lets `model` use the attention function `name` while it is entered; None leaves it its own. At the end it has
-    what it had, whatever was exchanged within, and where threads leave in another order than they entered, once the
-    last has left.
+    what it had, whatever was exchanged within.
 
     No generator: one that Ctrl-C leaves half-way would put things back when garbage is collected, at any later time.
 
@@ -150,39 +143,26 @@ class attention:
     ) -> None:
         self._config, self._name = model.config, name
         self._added = None if name is None or function is None or mask is None else (name, function, mask)
-        self._before: list[tuple[PretrainedConfig, str | None]] = []
+        self._before = [(one, one._attn_implementation) for one in _configs(model.config)]
 
     def __enter__(self) -> None:
-        with _entering:
-            try:
-                self._before = [(one, one._attn_implementation) for one in _configs(self._config)]
-                _entered.append(self)
-                if self._added is not None:
-                    name, function, mask = self._added
-                    ALL_ATTENTION_FUNCTIONS.register(name, function)
-                    ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)
-                if self._name is not None:
-                    self._config._attn_implementation = self._name  # which is set in the configs of its parts too
-            except BaseException:
-                self.__exit__()
-                raise
+        if self._added is not None:
+            name, function, mask = self._added
+            ALL_ATTENTION_FUNCTIONS.register(name, function)
+            ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)
+        try:
+            if self._name is not None:
+                self._config._attn_implementation = self._name  # which is set in the configs of its parts too
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __exit__(self, *_: object) -> None:
-        with _entering:
-            if self in _entered:
-                later = _entered[_entered.index(self) + 1 :]
-                _entered.remove(self)
-            else:
-                later = []
-            above = next((one for one in later if one._config is self._config), None)
-            if above is not None:
-                above._before = self._before
-            else:
-                for one, old in self._before:
-                    one._attn_implementation = old
-            if self._added is not None and not any(one._added == self._added for one in _entered):
-                ALL_ATTENTION_FUNCTIONS._global_mapping.pop(self._added[0], None)
-                ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(self._added[0], None)
+        for one, old in self._before:
+            one._attn_implementation = old
+        if self._added is not None:
+            ALL_ATTENTION_FUNCTIONS._global_mapping.pop(self._added[0], None)
+            ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(self._added[0], None)
 
 
 def _configs(config: PretrainedConfig) -> Iterator[PretrainedConfig]:

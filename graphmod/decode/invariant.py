@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import PreTrainedModel
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from graphmod.attention import attention
 from graphmod.decode.attention import Implementation, misfit
@@ -45,8 +46,8 @@ class batch_invariant:
     by one.
 
     Args:
-        model: a transformers causal LM that attends through transformers' attention interface. It is as it was
-            afterwards.
+        model: a transformers causal LM that attends through transformers' attention interface, in one thread at a
+            time. It is as it was afterwards.
 
     Raises:
         ConfigError: at an operation whose sums depend on the batch, such as those of grouped experts; the message names
@@ -78,7 +79,9 @@ def _numbers(model: PreTrainedModel) -> ExitStack:
     with ExitStack() as stack:
         # Attention over whole sequences computes in the dtype of the engine's cache, also under autocast.
         name = f"{_WITH_MASKS}_{str(model.dtype).removeprefix('torch.')}"
-        stack.enter_context(attention(model, name, _attends(model.dtype), _mask))
+        ALL_ATTENTION_FUNCTIONS.register(name, _attends(model.dtype))
+        ALL_MASK_ATTENTION_FUNCTIONS.register(name, _mask)
+        stack.enter_context(attention(model, name))
         stack.enter_context(Invariant())
         return stack.pop_all()
 
