@@ -46,8 +46,9 @@ class batch_invariant:
     by one.
 
     Args:
-        model: a transformers causal LM that attends through transformers' attention interface, in one thread at a
-            time. It is as it was afterwards.
+        model: a transformers causal LM that attends through transformers' attention interface. It is as it was
+            afterwards. Let one thread leave before another enters: PyTorch keeps in the process whether there is such a
+            mode.
 
     Raises:
         ConfigError: at an operation whose sums depend on the batch, such as those of grouped experts; the message names

@@ -2,7 +2,6 @@
 
 import copy
 import importlib
-import threading
 
 import pytest
 import torch
@@ -173,27 +172,6 @@ def test_it_may_be_entered_within_itself_and_around_an_engine(llama, ids):
             assert torch.equal(llama(ids, use_cache=False).logits, expected)
     assert of_trainer(llama, done, "left") == [one.logprobs for one in done]
     assert llama.config._attn_implementation == before
-
-
-def test_threads_with_a_model_each_may_leave_it_in_any_order(llama, ids):
-    other = copy.deepcopy(llama)
-    before, expected, found = llama.config._attn_implementation, logits_of(llama, ids), []
-    entered, left = threading.Event(), threading.Event()
-
-    def second():
-        with torch.no_grad(), batch_invariant(other):
-            entered.set()
-            left.wait(30)
-            found.append(other(ids, use_cache=False).logits)
-
-    thread = threading.Thread(target=second)
-    with batch_invariant(llama):
-        thread.start()
-        entered.wait(30)
-    left.set()
-    thread.join()
-    assert torch.equal(found[0], expected)
-    assert llama.config._attn_implementation == other.config._attn_implementation == before
 
 
 def test_a_mask_that_is_added_says_what_a_token_sees(llama, ids):
