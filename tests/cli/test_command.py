@@ -176,7 +176,7 @@ def test_make_tests_another_torch_in_an_environment_of_its_own():
     done = subprocess.run(["make", "-n", "test", "TORCH=2.99.1"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "s/^torch==.*/torch==2.99.1/" in done.stdout
     for runs in ("pip install", "pytest"):
-        assert f"\n.venv-torch-2.99.1/bin/python -m {runs}" in done.stdout
+        assert f".venv-torch-2.99.1/bin/python -m {runs}" in done.stdout
 
 
 def test_a_library_that_is_not_there_is_one_line(tmp_path):
