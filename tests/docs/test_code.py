@@ -51,11 +51,15 @@ def test_the_code_of_decode_runs(capsys, tmp_path, monkeypatch):
         **{"prompts": [[1, 5, 6], [7, 8]], "prompt": [5, 6], "train_step": float, "train": trained.append},
         "reward": lambda *one: rewards.append(one),
     }
-    while_training, suspending, submitting, threaded = blocks("decode")
+    while_training, suspending, exact, submitting, threaded = blocks("decode")
     with_text, streaming, processing, adapting, offloading = blocks("decode_engine")
     exec(while_training, names)
     exec(suspending, names)
     assert len(rewards) == 2 * 4 and [len(completions) for completions in trained] == [4, 4]
+    ids = torch.tensor([[1, 5, 6, 7]])
+    trainer = names | {"ids": ids, "mask": torch.ones_like(ids), "positions": torch.arange(4).unsqueeze(0)}
+    exec(exact, trainer)
+    assert trainer["logits"].shape == (1, 4, len(tokenizer)) and len(trainer["completions"]) == 2
     names["engine"].resume()
     exec(submitting, names)
     exec(with_text, names)
