@@ -1,6 +1,7 @@
 """Tools: the calls that an answer holds or must have, as the openai client gets them, whole and streamed."""
 
 import json
+import sys
 from functools import partial
 
 import pytest
@@ -240,13 +241,16 @@ def test_what_is_wrong_with_tools_is_said(served, change, param, said):
     assert status == 400 and answer["error"]["param"] == param and said in answer["error"]["message"], answer
 
 
-def test_a_schema_that_is_nested_too_deeply_is_refused(served):
-    schema: dict = {}
-    for _ in range(450):
-        schema = {"properties": {"a": schema}}
-    tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
-    status, answer, _ = served.post("/v1/chat/completions", CHAT | {"tools": [tool], "tool_choice": "required"})
-    assert status == 400 and "nested too deeply" in answer["error"]["message"]
+@pytest.mark.parametrize("depth", [450, 3000])
+def test_a_schema_that_is_nested_too_deeply_is_refused(served, depth):
+    schema = '{"properties": {"a": ' * depth + "{}" + "}}" * depth
+    tool = {"type": "function", "function": {"name": "look", "parameters": "SCHEMA"}}
+    body = json.dumps(CHAT | {"tools": [tool], "tool_choice": "required"}).replace('"SCHEMA"', schema)
+    status, answer, _ = served.post("/v1/chat/completions", body.encode())
+    said = answer["error"]["message"]
+    # From Python 3.12 on calls from C do not count, so that the shallow one gets as far as its prompt.
+    through = depth == 450 and sys.version_info >= (3, 12)
+    assert status == 400 and ("no room for another" if through else "nested too deeply") in said
 
 
 @pytest.mark.parametrize(
