@@ -23,6 +23,8 @@ from tests.support.settings import ROOT
 PRELOADED = ["graphmod.cli.job", "graphmod.cli.decode", "graphmod.decode", "graphmod.check.cli"]
 PRELOADED += ["transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"]
 PRELOADED += ["torch.distributed.fsdp", "torch.utils.tensorboard", "graphmod.train.run"]
+# Else modules that ask for a GPU as they are imported would start CUDA in what is copied, and no copy could use it.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 COPIES = multiprocessing.get_context("forkserver")
 COPIES.set_forkserver_preload(PRELOADED)
 CONTEXT = multiprocessing.get_context("spawn") if torch.cuda.is_available() else COPIES
