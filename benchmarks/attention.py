@@ -12,9 +12,12 @@ are listed with the reason; `own` is what a model like Llama does by itself, ove
 import argparse
 import functools
 import json
+import statistics
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -51,7 +54,7 @@ def measure(shape: dict[str, int]) -> dict[str, Any]:
     """For each attention `us` and `gb_s`, or `unavailable` or `failed`: why there is no time."""
     import torch
 
-    from graphmod.decode.attention import IMPLEMENTATIONS, OWN, layers_of, time_graph
+    from graphmod.decode.attention import IMPLEMENTATIONS, OWN
     from graphmod.decode.cache import PagedCache, uniform
     from graphmod.decode.types import AttentionName
 
@@ -63,10 +66,10 @@ def measure(shape: dict[str, int]) -> dict[str, Any]:
         memory = PagedCache(sizes, rows * -(-longest // BLOCK), BLOCK, rows, torch.bfloat16, torch.device("cuda"))
         for tensor in (*memory.keys, *memory.values):
             tensor.normal_()
-        reason = one.unavailable(memory) or one.prepare(memory)
-        if reason is not None:
+        if (reason := one.unavailable(memory)) is not None:
             found[name.value] = {"unavailable": reason}
             continue
+        one.prepare(memory)
         try:
             call = own_layers if one is OWN else functools.partial(layers_of, one)
             us = time_graph(*call(memory, rows, context, longest))
@@ -81,6 +84,70 @@ def measure(shape: dict[str, int]) -> dict[str, Any]:
         del memory
         torch.cuda.empty_cache()
     return found
+
+
+def layers_of(one: Any, memory: Any, rows: int, context: int, max_seq_len: int) -> tuple[Callable[[], Any], int]:
+    """A function that calls an attention once for each layer, as a decode step does; and for how many.
+
+    Args:
+        one: `Implementation`; memory: `PagedCache`.
+        rows: of the batch, each with `context` tokens, in blocks of its own where the cache has as many.
+        max_seq_len: what block tables have room for.
+    """
+    import torch
+
+    from graphmod.decode.cache import CacheView
+    from graphmod.decode.step import context_sizes
+
+    size = memory.block_size
+    layers = [SimpleNamespace(layer_idx=number) for number in range(len(memory.layers))]
+    width = -(-max_seq_len // size)
+    table = torch.arange(rows * width, device=memory.device) % (memory.blocks - memory.first_block)
+    table = table.add(memory.first_block).view(rows, width)
+    visited = next(n for n in context_sizes(size, width * size, one.stops_at_context) if n is None or n >= context)
+    lengths = torch.full((rows,), context, device=memory.device)
+    sizes = [
+        (rows, memory.layers[layer.layer_idx].heads, 1, memory.layers[layer.layer_idx].head_dim) for layer in layers
+    ]
+    queries = [torch.ones(size, dtype=memory.dtype, device=memory.device) for size in sizes]
+    slots = torch.zeros_like(lengths)
+
+    def call() -> list[Any]:
+        view = CacheView(memory, slots, table, lengths, visited)
+        pairs = zip(layers, queries, strict=True)
+        return [one.function(layer, query, cache_view=view)[0] for layer, query in pairs]
+
+    return call, len(layers)
+
+
+def time_graph(function: Callable[[], Any], parts: int) -> float:
+    """Microseconds that `function` takes in a CUDA graph, divided by its `parts`: a median.
+
+    Raises:
+        RuntimeError: it failed, or could not be captured.
+    """
+    import torch
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.inference_mode():
+        for _ in range(3):  # compiles, and loads what a capture may not load
+            function()
+        with torch.cuda.graph(graph):
+            function()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def timed() -> float:
+        begin.record()
+        for _ in range(5):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 5
+
+    until = time.perf_counter() + 0.05  # an idle GPU runs at low clocks
+    while time.perf_counter() < until:
+        timed()
+    return statistics.median(timed() for _ in range(15)) * 1e3 / parts
 
 
 def own_layers(memory: Any, rows: int, context: int, longest: int) -> tuple[Callable[[], Any], int]:
@@ -124,8 +191,6 @@ def main() -> int:
     shapes = chosen(parser, wanted, KNOWN, "--shapes")
     if not gpu_is_there():
         return 2
-    from importlib.metadata import PackageNotFoundError, version
-
     from benchmarks.measure import environment
 
     results = []
@@ -138,17 +203,13 @@ def main() -> int:
                 said = f"{found['us']:9.1f} us  {found['gb_s']:5d} GB/s"
             print(f"{name:16} {which:11} {said}", flush=True)
     if options.out:
-        try:
-            flashinfer = version("flashinfer-python")
-        except PackageNotFoundError:
-            flashinfer = None
         written = {
             "command": "python " + " ".join(sys.argv),
             "head_dim": HEAD,
             "layers": LAYERS,
             "dtype": "bfloat16",
             "results": results,
-            "environment": environment() | {"flashinfer": flashinfer},
+            "environment": environment(),
         }
         options.out.write_text(json.dumps(written, indent=1) + "\n")
     return 0

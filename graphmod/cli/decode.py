@@ -95,9 +95,6 @@ def trained(folder: Path) -> str | None:
 def speed_of(tokens: int, seconds: float, engine: DecodeEngine) -> str:
     stats = engine.stats
     speed = f"{counted(tokens, 'token')} in {seconds:.2f} s, {tokens / max(seconds, 1e-9):.1f} tokens/s"
-    if stats.attention_us:
-        measured = ", ".join(f"{name} {us:.1f} us" for name, us in stats.attention_us.items())
-        speed += f"; attention, per layer: {measured}"
     eager = counted(stats.total("eager_steps"), "eager step")
     if not engine.config.graphs:
         return f"{speed}; without graphs: {eager}"

@@ -123,11 +123,8 @@ class DecodeEngine:
             anatomy.layers, blocks, size, rows, model.dtype, model.device, _offload(config, model)
         )
         exact = config.batch_invariant
-        chosen, self.attention_us = (
-            (invariant.usable(memory, anatomy.own_reason), {})
-            if exact
-            else choose(config.attention, memory, max_seq_len, anatomy.own_reason)
-        )
+        own_reason = anatomy.own_reason
+        chosen = invariant.usable(memory, own_reason) if exact else choose(config.attention, memory, own_reason)
         # A launch that waits its turn reads memory of the host over and over, and takes 5 % of the bus from copies.
         steps = config.steps_per_sync if memory.ring is None else 1
         # Results of two chunks of steps wait to be read at most, and first tokens.
@@ -480,5 +477,4 @@ class DecodeEngine:
             cache_bytes=self.memory.nbytes,
             host_cache_bytes=self.memory.host_nbytes,
             resume_seconds=self._resume_seconds,
-            attention_us=dict(self.attention_us),
         )

@@ -38,12 +38,10 @@ TOO_COMPLEX = "what comes next of structured_outputs cannot be told; make it sim
 
 
 class AttentionName(StrEnum):
-    """Which attention decode steps use; `auto` goes by a fixed rule, `fastest` measures those that work here."""
+    """Which attention decode steps use; `auto` takes the first of `triton`, `sdpa` and `own` that works."""
 
     auto = "auto"
-    fastest = "fastest"
     sdpa = "sdpa"
-    flashinfer = "flashinfer"
     triton = "triton"
     own = "own"
 
@@ -83,8 +81,8 @@ class BatchSettings:
 
     Attributes:
         max_batch_size, max_seq_len, block_size, cache_tokens, offload, offload_buffers, offload_resident, attention,
-            steps_per_sync, prefill_tokens: of `EngineConfig`. `attention` is `auto`, `fastest`, `sdpa`,
-            `flashinfer` or `triton`.
+            steps_per_sync, prefill_tokens: of `EngineConfig`. `attention` is `auto`, `sdpa` or
+            `triton`.
     """
 
     max_batch_size: int = 16
@@ -114,7 +112,7 @@ class EngineConfig(BatchSettings):
             in each step: for a cache that is larger than the GPU. `none` keeps all on the GPU.
         offload_buffers: layers there is room for on the GPU at a time.
         offload_resident: the share of layers that stay on the GPU all the time, 0 to 1.
-        attention: `auto`, `fastest`, `sdpa`, `flashinfer`, `triton` or `own`, the model's own attention.
+        attention: `auto`, `sdpa`, `triton` or `own`, the model's own attention.
         buckets: batch sizes that have a graph; null means 1, 2, 4, 8, 16, 24, 32, ... The maximum is always added.
         steps_per_sync: decode steps launched before results are read; one with `offload=layers`, whatever this says.
         prefill_tokens: tokens of prompts that are prefilled at once, at most; longer prompts go in pieces.
@@ -530,7 +528,6 @@ class DecodeStats:
         host_cache_bytes: memory of the host that it takes beside that (`offload=layers`); it stays in
             `suspend(keep="graphs")`.
         resume_seconds: what the last `resume` took to take and zero the memory; 0 before the first.
-        attention_us: microseconds a layer of each attention that `attention=fastest` compared; else empty.
     """
 
     state: str
@@ -549,7 +546,6 @@ class DecodeStats:
     cache_bytes: int
     host_cache_bytes: int = 0
     resume_seconds: float = 0.0
-    attention_us: dict[str, float] = field(default_factory=dict)
 
     def total(self, counter: str) -> int:
         """A counter of `BucketStats`, summed over the buckets."""

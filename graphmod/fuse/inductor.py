@@ -7,7 +7,6 @@ import itertools
 import logging
 import statistics
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -193,25 +192,20 @@ def _milliseconds(launcher: Callable, sets: list[list[Any]], named: dict[str, An
     return graph_milliseconds(launch) / _LAUNCHES
 
 
-def graph_milliseconds(launch: Callable[[int], Any], warm: float = 0.0, replays: int = 1) -> float:
+def graph_milliseconds(launch: Callable[[int], Any]) -> float:
     """Of one replay of a CUDA graph: a median.
 
     Args:
         launch: what it holds, without anything that a capture may not load; is given the stream to launch on.
-        warm: seconds of replays before any is timed.
-        replays: that are timed together.
     """
-    held, until = capture_launches(launch), time.perf_counter() + warm
+    held = capture_launches(launch)
 
     def timed() -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        for _ in range(replays):
-            held.graphs[0].replay()
+        held.graphs[0].replay()
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end) / replays
+        return begin.elapsed_time(end)
 
-    while time.perf_counter() < until:
-        timed()
     return statistics.median([timed() for _ in range(_WARM + _ROUNDS)][_WARM:])

@@ -201,8 +201,8 @@ def test_json_lines_keep_their_other_fields(generate, tmp_path):
 
 
 def test_a_setting_of_the_library_is_named_as_the_command_has_it(generate):
-    said = generate("prompt=a", "decode.attention=flashinfer")[2]
-    assert "error: decode.attention=flashinfer cannot be used" in said
+    said = generate("prompt=a", "decode.attention=triton")[2]
+    assert "error: decode.attention=triton cannot be used" in said
 
 
 def test_several_greedy_samples_are_said_to_be_the_same(generate):

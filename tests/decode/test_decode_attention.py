@@ -8,7 +8,7 @@ import torch
 
 from graphmod.config import CompileMode
 from graphmod.decode import DecodeEngine
-from graphmod.decode.attention import IMPLEMENTATIONS, paged_sdpa
+from graphmod.decode.attention import IMPLEMENTATIONS, OWN, choose, paged_sdpa
 from graphmod.decode.blocks import BlockAllocator
 from graphmod.decode.cache import CacheView, PagedCache, slot_mapping, uniform
 from graphmod.decode.step import context_sizes
@@ -62,6 +62,17 @@ def attend(function, memory, table, context, query, visited):
     with torch.inference_mode():
         view = CacheView(memory, table.new_zeros(4), table, context, visited)
         return function(Layer, query, None, None, None, 1 / math.sqrt(WIDTH), cache_view=view)[0]
+
+
+@pytest.mark.parametrize("usable", [("triton", "sdpa"), ("sdpa",), ()])
+def test_auto_takes_the_first_that_can_be_used(monkeypatch, usable):
+    memory, *_ = filled(16, torch.device("cpu"))
+    for name, one in IMPLEMENTATIONS.items():
+        reason = None if name.value in usable else "it is not tested here"
+        way = one._replace(unavailable=lambda _, reason=reason: reason, prepare=lambda _: None)
+        monkeypatch.setitem(IMPLEMENTATIONS, name, way)
+    expected = IMPLEMENTATIONS[AttentionName(usable[0])] if usable else OWN
+    assert choose(AttentionName.auto, memory) is expected
 
 
 @pytest.mark.parametrize("block_size", [16, 64, 128])
