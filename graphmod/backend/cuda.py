@@ -197,11 +197,12 @@ class CudaBackend:
         split: bool = False,
         script: Script | None = None,
         parts: Parts | None = None,
+        made_before: Callable[[int], bool] | None = None,
     ) -> tuple[CudaCapture, Any]:
         """Captures `run()` into `pool`; nothing runs on the GPU until the graph's first replay, but what comes before
         an eager part, which is launched there (`parts`). `check(recorder, result)` may still refuse. `targets`,
-        `script`: see `Follower`. With `split`, what comes before the first write to memory from outside becomes a graph
-        of its own, where that is possible.
+        `script`, `made_before`: see `Follower`. With `split`, what comes before the first write to memory from outside
+        becomes a graph of its own, where that is possible.
 
         Raises:
             CaptureRefused: `run` did something a graph cannot repeat.
@@ -275,7 +276,13 @@ class CudaBackend:
                 backend._begin(graphs, pool, generators, caller)
 
         recorder = Follower(
-            inputs, gpu=self.device.index, script=script, targets=targets, graph=Captured(), parts=parts
+            inputs,
+            gpu=self.device.index,
+            script=script,
+            targets=targets,
+            graph=Captured(),
+            parts=parts,
+            made_before=made_before,
         )
         keep()
         caller = torch.cuda.current_stream(self.device)

@@ -326,12 +326,22 @@ class EmulatedBackend:
         split: bool = False,
         script: Script | None = None,
         parts: Parts | None = None,
+        made_before: Callable[[int], bool] | None = None,
     ) -> tuple[EmulatedGraph, Any]:
         """Runs `run()` and records it; undoes what it changed in place, since the last of `parts`, if it or
-        `check(recorder, result)` fails. `targets`, `script`: see `Follower`; `split`: see `CudaBackend`."""
+        `check(recorder, result)` fails. `targets`, `script`, `made_before`: see `Follower`; `split`: see
+        `CudaBackend`."""
         graph = EmulatedGraph()
         graph.begin((torch.default_generator, *generators))
-        recorder = Follower(inputs, script=script, generators=generators, graph=graph, targets=targets, parts=parts)
+        recorder = Follower(
+            inputs,
+            script=script,
+            generators=generators,
+            graph=graph,
+            targets=targets,
+            parts=parts,
+            made_before=made_before,
+        )
         try:
             result = within(no_garbage_collection(), recorder, call=run)
             recorder.check()

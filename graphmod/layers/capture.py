@@ -18,6 +18,7 @@ from graphmod.layers.group import LayerGroup, Loans
 from graphmod.ranks.agreement import LateRanks
 from graphmod.ranks.fully_shard import taken_together
 from graphmod.reads.frames import noting
+from graphmod.step.arena import Arena
 from graphmod.step.gradients import GradientBuffer, Whole, is_split, kind_of, part
 from graphmod.step.graph import ELSEWHERE, refuse_unseen
 from graphmod.step.static_inputs import StaticInput, static_memory
@@ -83,8 +84,8 @@ def capture_backward(graph: LayerGraph, grads: tuple[Tensor | None, ...], modes:
 
 
 class _Capture:
-    """The capture of one backward. It may run several times: the first of its kind shows where the gradients are made,
-    the next computes them straight into their buffers.
+    """The capture of one backward. Where gradients have buffers, it may run several times: the first of its kind shows
+    where they are made, the next computes them straight into their buffers.
 
     Args:
         graph: of the forward.
@@ -96,6 +97,7 @@ class _Capture:
         self._captured: Any = None
         self._steps: list[tuple] = []  # of the run before
         self.repeats = False  # code that ran once runs again, and may have changed itself what it needs
+        self._again = True  # what the forward has saved stays for another run
 
     def of(self, grads: tuple[Tensor | None, ...]) -> BackwardGraph:
         """The captured backward of these gradients, which has not run yet.
@@ -110,18 +112,23 @@ class _Capture:
         ]
         self._grads = [None if item is None else item.tensor for item in inputs]
         self._given = [tensor for tensor in self._grads if tensor is not None]
-        self._buffers = buffers_for(group, graph.direct)
-        shared = [buffer for buffer in self._buffers if buffer.passing]
-        claim = functools.partial(group.passing.claim, Loans(shared)) if shared else None
+        arena = graph.tape.arena
+        self._buffers = buffers_for(group, graph.direct, arena, self._may_stay())
+        shared = [buffer for buffer in self._buffers if buffer is not None and buffer.passing]
+        claim = functools.partial(group.passing.claim, Loans(shared, graph.entry)) if shared else None
         if claim is not None and not claim():
             raise CaptureRefused("leaves gradients where views of another layer's are held")
         # What each gradient is added to: the buffer, or what the user put in its place; None where it overwrites it.
         self._into: list[Tensor | None] = []
-        for buffer in self._buffers:
-            grad = buffer.parameter.grad
-            own = grad is not None and grad.data_ptr() == buffer.memory.data_ptr()
+        for parameter, buffer in zip(graph.direct, self._buffers, strict=True):
+            grad = parameter.grad
+            own = buffer is not None and grad is not None and grad.data_ptr() == buffer.memory.data_ptr()
             self._into.append(buffer.memory if own else None if graph.entry.adds_apart else grad)
         self._in_place()
+        for parameter, memory in self._stayed:
+            buffer = group.gradients[id(parameter)] = GradientBuffer(parameter, memory)
+            buffer.arena = arena
+            self._written.append(buffer)
         self.repeats = False
         seen = self._captured.seen
         guards = Guards(self._notes)
@@ -139,13 +146,22 @@ class _Capture:
             guards=guards or None,
             held=held,
             claim=claim,
+            entry=graph.entry,
         )
+
+    def _may_stay(self) -> bool:
+        """Whether gradients may lie in the pool, where activations were: each pass begins without them."""
+        graph = self._graph
+        alone = graph.context.agreement is None and not graph.entry.copies_out
+        return alone and not self._group.keeps_gradients and all(p.grad is None for p in graph.direct)
 
     def discard(self) -> None:
         """Undoes what the last run changed."""
         if self._captured is not None:
             self._captured.discard()
             self._captured = None
+        if not self._again:
+            self._graph.forget_autograd()
 
     def _in_place(self) -> None:
         """Captures, with the gradients computed straight into their buffers where that can be."""
@@ -157,7 +173,9 @@ class _Capture:
         state = group.backend.random_state()
         # A compiled backward writes over what its forward saved, so that there is only one of it. And nobody sees where
         # it makes its gradients.
-        if graph.graph.seen.ran_compiled or None not in self._into:
+        to_fill = [b is not None and target is None for b, target in zip(self._buffers, self._into, strict=True)]
+        self._again = not graph.graph.seen.ran_compiled and any(to_fill)
+        if not self._again:
             self._once(None)
             return
         producers = group.producers.get(shape)
@@ -177,7 +195,7 @@ class _Capture:
         them at once."""
         graph, group = self._graph, self._group
         found: list[Producer | None] = [None] * len(graph.direct)
-        instead = [buffer.memory.new_empty(()).expand(buffer.memory.size()) for buffer in self._buffers]
+        instead = [p.detach().new_empty(()).expand(p.size()) for p in graph.direct]
 
         def run() -> None:
             undoing(functools.partial(self._differentiate, hooks=hooks))
@@ -204,24 +222,41 @@ class _Capture:
         self._aimed = {
             position: producer
             for position, (producer, target) in enumerate(zip(producers or (), self._into, strict=bool(producers)))
-            if producer is not None and target is None
+            if producer is not None and target is None and buffers[position] is not None
         }
         targets = {
-            producer.index: buffers[position].memory.as_strided(producer.size, producer.stride)
+            producer.index: buffer.memory.as_strided(producer.size, producer.stride)
             for position, producer in self._aimed.items()
+            if (buffer := buffers[position]) is not None
         }
         self._captured, _ = self._group.backend.capture(
-            self._run, graph.tape.arena.pool, self._given, graph.recording.generators, self._check, targets
+            self._run,
+            graph.tape.arena.pool,
+            self._given,
+            graph.recording.generators,
+            self._check,
+            targets,
+            made_before=None if self._again else graph.graph.seen.made,
         )
         return self._missed
 
     def _run(self) -> None:
         through, gradients = undoing(self._differentiate)
         self._compare_steps()
-        taken = {address(tensor) for tensor in (*self._given, *(buffer.memory for buffer in self._buffers))}
+        taken = self._given_at()
         self._wholes = [Whole(item) if item is not None and is_split(item) else None for item in through]
         self._results = [None if item is None else _own(_there(part(item)), taken) for item in through]
+        self._stayed = [
+            (parameter, _alone(parameter, _dense(parameter, grad), taken))
+            for (parameter, grad), buffer in zip(gradients, self._buffers, strict=True)
+            if buffer is None and grad is not None
+        ]
         self._written, self._accumulated, self._missed = store(gradients, self._buffers, self._into, self._aimed)
+
+    def _given_at(self) -> set[int]:
+        """The addresses of what it is given, and of the buffers that it fills."""
+        buffers = [buffer.memory for buffer in self._buffers if buffer is not None]
+        return set(map(address, (*self._given, *buffers)))
 
     def _compare_steps(self) -> None:
         steps = [(step.op, repr(step.scalars)) for step in _follower().trace]
@@ -239,7 +274,9 @@ class _Capture:
             end.register_hook(hook)
         self.repeats = bool(self._steps)
         inputs = [item.tensor for item in graph.inputs]
-        return graph.differentiate(graph.results.retained, inputs, self._grads, graph.direct, graph.edges)
+        return graph.differentiate(
+            graph.results.retained, inputs, self._grads, graph.direct, graph.edges, again=self._again
+        )
 
     def _check(self, recorder: Follower, result: None) -> None:
         refused = what_changed(self._notes)
@@ -252,7 +289,7 @@ class _Capture:
         """What the backward reads besides the saved activations, whose memory is the next layers' to use: a table of
         an `autograd.Function`, for one. It is to be held, and `guards` must lead to it."""
         graph, seen, before = self._graph, self._captured.seen, self._graph.graph.seen
-        given = {address(tensor) for tensor in (*self._given, *(buffer.memory for buffer in self._buffers))}
+        given = self._given_at()
         given |= {address(static.tensor) for static in graph.inputs} | {address(part(p)) for p in graph.parameters}
         given |= {address(part(p.grad)) for p in graph.parameters if p.grad is not None}
         others = {
@@ -295,10 +332,27 @@ def _own(grad: Tensor, taken: set[int]) -> Tensor:
     return grad
 
 
-def buffers_for(group: LayerGroup, parameters: list[Tensor]) -> list[GradientBuffer]:
+def _alone(parameter: Tensor, grad: Tensor, taken: set[int]) -> Tensor:
+    """The gradient of a parameter in memory of the capture that nothing else uses, laid out as the parameter is."""
+    made = not grad._is_zerotensor() and _follower().made(address(grad))
+    if made and address(grad) not in taken and grad.stride() == parameter.stride() and 0 not in grad.stride():
+        taken.add(address(grad))
+        return grad
+    return torch.empty_like(parameter, requires_grad=False).copy_(real(grad))
+
+
+def buffers_for(
+    group: LayerGroup, parameters: list[Tensor], arena: Arena, may_stay: bool
+) -> list[GradientBuffer | None]:
     """The gradient buffer of each parameter, made where it has none. The memory may be written where the gradient is
-    not there now; that of those that are passing, once `Passing.claim` has said so."""
-    buffers, together = [], taken_together(parameters)
+    not there now; that of those that are passing, once `Passing.claim` has said so.
+
+    Args:
+        arena: of the graph that writes there.
+        may_stay: whether a gradient that has no buffer may lie in the pool of that; then there is None for it.
+    """
+    buffers: list[GradientBuffer | None] = []
+    together = taken_together(parameters)
     others = {one for members in together.values() for one in members} - set(map(id, parameters))
     taken = {buffer.memory.data_ptr() for one in others if (buffer := group.gradients.get(one)) and buffer.passing}
     for parameter in parameters:
@@ -306,6 +360,11 @@ def buffers_for(group: LayerGroup, parameters: list[Tensor]) -> list[GradientBuf
         passes = id(parameter) in together and parameter.grad is None
         if buffer is not None and (buffer.kind != kind_of(parameter) or bool(buffer.passing) is not passes):
             buffer = None
+        if buffer is not None and buffer.arena is not None and (buffer.arena is not arena or group.keeps_gradients):
+            buffer = None
+        if buffer is None and may_stay and not passes:
+            buffers.append(None)
+            continue
         if passes:
             if buffer is None or buffer.memory.data_ptr() in taken:
                 buffer = GradientBuffer(parameter, group.passing.memory_for(parameter, taken))
@@ -319,9 +378,9 @@ def buffers_for(group: LayerGroup, parameters: list[Tensor]) -> list[GradientBuf
 
 
 def store(
-    gradients: Gradients, buffers: list[GradientBuffer], into: list[Tensor | None], aimed: Collection[int]
+    gradients: Gradients, buffers: list[GradientBuffer | None], into: list[Tensor | None], aimed: Collection[int]
 ) -> tuple[list[GradientBuffer], list[tuple[GradientBuffer, Tensor]], bool]:
-    """Inside a capture: brings the gradients to where they stay.
+    """Inside a capture: brings the gradients to their buffers.
 
     Args:
         into: what each is added to, None where it is written to its buffer.
@@ -334,17 +393,16 @@ def store(
     Raises:
         CaptureRefused: a gradient is sparse.
     """
-    written, accumulated, parts = [], [], []
+    written: list[GradientBuffer] = []
+    accumulated, parts = [], []
     missed = False
     for position, ((parameter, grad), buffer, target) in enumerate(zip(gradients, buffers, into, strict=True)):
         if grad is None:
             missed = missed or position in aimed
             continue
-        if grad.layout is not torch.strided:
-            raise CaptureRefused(
-                f"has a sparse gradient for a parameter of shape {tuple(parameter.shape)}, whose size may be another "
-                "in each step; use sparse=False, or keep that module out of the graph"
-            )
+        if buffer is None:
+            continue
+        grad = _dense(parameter, grad)
         if target is not None:
             accumulated.append((buffer, target))
             parts.append(real(grad))
@@ -357,6 +415,15 @@ def store(
     if accumulated:
         foreach_add_([target for _, target in accumulated], parts)
     return written, accumulated, missed
+
+
+def _dense(parameter: Tensor, grad: Tensor) -> Tensor:
+    if grad.layout is not torch.strided:
+        raise CaptureRefused(
+            f"has a sparse gradient for a parameter of shape {tuple(parameter.shape)}, whose size may be another "
+            "in each step; use sparse=False, or keep that module out of the graph"
+        )
+    return grad
 
 
 def real(tensor: Tensor) -> Tensor:

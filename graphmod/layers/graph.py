@@ -1,6 +1,10 @@
 """A captured call whose results have a backward: what that differentiates, and the captured backward (R6).
 
-Gradients lie in buffers outside the pool, and are written there without a copy. The operation whose result becomes a
+Where each pass begins without gradients, they stay in the pool, where the backward made them of the memory of
+activations: as in an eager step they take no memory of their own. They count as results of their tape, which are moved
+before a replay writes there, if anybody still has them.
+
+Else they lie in buffers outside the pool, and are written there without a copy. The operation whose result becomes a
 gradient is found from a first capture, which is thrown away; in the second that operation computes straight into the
 buffer. Layers of one kind share what the first of them found. So the gradients need no extra kernel, no replay of
 another graph can touch them, and all graphs of a parameter (other shapes, other microbatches) share one buffer.
@@ -187,7 +191,7 @@ class LayerGraph(StepGraph):
         group, tape = self.group, self.tape
         known.index = tape.append(self)
         results = [result for result in known.results if result is not None]
-        tape.hand_out(results)
+        tape.hand_out([*results, *([known.loans] if known.in_pool else [])])
         for result in results:
             group.static[result.tensor.data_ptr()] = result.tensor
         self.backward, self.backward_modes = known, modes
@@ -208,6 +212,7 @@ class LayerGraph(StepGraph):
         direct: Sequence[Tensor],
         edges: Mapping[int, GradientEdge],
         several: Collection[int] = (),
+        again: bool = True,
     ) -> tuple[list[Tensor | None], Gradients]:
         """Gradients of `outputs`: of the differentiable inputs and hooked parameters, one for each use that is to be
         kept apart, and of the `direct` parameters.
@@ -216,6 +221,7 @@ class LayerGraph(StepGraph):
             several: those of the direct parameters (by identity) of which there is one for each use, too.
             edges: parameter (by identity) -> where the autograd graph of `outputs` ends for it, if not at the
                 AccumulateGrad node that the parameter has now.
+            again: whether they may be wanted once more.
         """
         pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None]
         given = Counter(self.differentiable)
@@ -239,7 +245,7 @@ class LayerGraph(StepGraph):
                     [out for out, _ in pairs],
                     wanted,
                     [grad for _, grad in pairs],
-                    retain_graph=not self.graph.seen.ran_compiled,  # a capture may be made twice
+                    retain_graph=again and not self.graph.seen.ran_compiled,
                     allow_unused=True,
                 )
         through: list[Tensor | None] = []
@@ -440,7 +446,8 @@ class BackwardGraph:
         written: the buffers of the gradients that the graph overwrites.
         accumulated: those of gradients that it adds to, each with what it adds to: the buffer's memory, or a tensor
             that the user had put in place.
-        parameters, loans: those of `written`.
+        entry: the signature of its forward.
+        parameters, loans: those of `written`; in_pool: whether any lie where its tape has activations.
         claim: asks for the memory of those of `written` that other graphs write, too; None where there are none.
         guards: what its code read; None where it reads nothing.
         held: what it reads by address besides what it is given and what the forward reads.
@@ -459,12 +466,14 @@ class BackwardGraph:
     guards: Guards | None
     held: list[Tensor]
     claim: Callable[[], bool] | None
+    entry: Entry
 
     def __post_init__(self) -> None:
         self._any_split = any(map(is_split, self.weights))
         self.weights_at = self._addresses()
         self.copied = [(i, item.buffer) for i, item in enumerate(self.inputs) if item is not None and item.buffer]
-        self.parameters, self.loans = [buffer.parameter for buffer in self.written], Loans(self.written)
+        self.parameters, self.loans = [buffer.parameter for buffer in self.written], Loans(self.written, self.entry)
+        self.in_pool = any(buffer.arena is not None for buffer in self.written)
         self.index = -1
         self.apart = False
 

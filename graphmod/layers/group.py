@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from graphmod.config import BackendName
+from graphmod.step.entry import Entry
 from graphmod.step.gradients import GradientBuffer, kind_of, unheld
 from graphmod.step.group import Group
 from graphmod.torch_private import current_backward, storage_uses
@@ -39,6 +40,7 @@ class LayerGroup(Group):
         producers: which operations make gradients, by the shape of a capture.
         facts: what is known of the gradients that the coming backward meets, until one comes.
         found_fresh: whether the last pass found gradients to be None.
+        keeps_gradients: whether gradients were ever there when a pass began.
     """
 
     def __init__(self) -> None:
@@ -51,6 +53,7 @@ class LayerGroup(Group):
         self.producers: dict[tuple, list] = {}
         self.facts: tuple | None = None
         self.found_fresh: bool | None = None
+        self.keeps_gradients = False
         self._learned: dict[tuple, bool] = {}
         self._version = -1
         self._in_backward: tuple = ()  # the modes
@@ -86,6 +89,7 @@ class LayerGroup(Group):
         version = probe._version
         # Fused optimizers leave the version alone; then what the last pass met tells one kind of pass from another.
         self.facts = (probe.grad is None, version != self._version, self.found_fresh)
+        self.keeps_gradients = self.keeps_gradients or probe.grad is not None
         self._version = version
 
     def expects_fresh_grads(self) -> bool | None:
@@ -115,14 +119,17 @@ class LayerGroup(Group):
 class Loans:
     """The gradients that one graph writes, looked at together: hundreds of them, before each backward.
 
+    Those that lie in a pool are among the results of their tape.
+
     Attributes:
         owners: what each of them is taken with, where they are passing.
+        entry: the signature of the graph.
     """
 
-    __slots__ = ("_buffers", "_memory", "owners")
+    __slots__ = ("_buffers", "_memory", "entry", "owners")
 
-    def __init__(self, buffers: list[GradientBuffer]) -> None:
-        self._buffers = buffers
+    def __init__(self, buffers: list[GradientBuffer], entry: Entry) -> None:
+        self._buffers, self.entry = buffers, entry
         self.owners = frozenset(buffer.passing for buffer in buffers)
         self._memory = [buffer.memory.data_ptr() for buffer in buffers]
 
@@ -140,7 +147,14 @@ class Loans:
 
     def evacuate(self) -> bool:
         """Moves all that is held, so that the memory may be other parameters' gradients; see `GradientBuffer`."""
-        return all(buffer.evacuate(for_another=True) for buffer in self._buffers)
+        return self.free() is not None or all(buffer.evacuate(for_another=True) for buffer in self._buffers)
+
+    def held(self) -> bool:
+        """Whether somebody has one of them."""
+        return self.free() is None
+
+    def let_go(self) -> None:
+        """Nothing to forget: who holds them is counted."""
 
 
 class Passing:
@@ -168,7 +182,7 @@ class Passing:
         """Gives the memory to the gradients of a graph that is about to write there, beside those that are taken
         together with them; False if it is not free."""
         if self._owners != loans.owners:
-            if any(lent.free() is None and not lent.evacuate() for lent in self._lent):
+            if not all(lent.evacuate() for lent in self._lent):
                 return False
             self._owners, self._lent = loans.owners, []
         if not any(lent is loans for lent in self._lent):

@@ -173,6 +173,8 @@ def _graph_for(ticket: Ticket, grads: tuple[Tensor | None, ...], pending: set[in
             return None
         ready = on_tape and tape.at_end and not tape.dropped and _is_as_recorded(graph, grads)
         return capture_backward(graph, grads, modes) if ready and agrees(context, entry, Choice.capture) else None
+    if known.in_pool and group.keeps_gradients and not tape.dropped:
+        context.drop(tape, why="gradients are kept when the next pass begins, for which they need memory of their own")
     for output in known.saved:
         if output.changed():
             raise changed_in_place(context.name)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from graphmod.step.arena import Arena
 from graphmod.step.entry import Entry
 from graphmod.step.results import of_argument, of_gradient
 from graphmod.step.static_outputs import can_swap, storage_over, swap_for_copy
@@ -43,6 +44,7 @@ class GradientBuffer:
         passing: the parameters (by identity) whose gradients are taken together with this one, where its memory is that
             of other parameters' gradients, too (see `Passing`); else empty.
         entry: the signature whose captured call left it behind; None of one that a backward graph writes.
+        arena: in whose pool the memory is, where graphs in it may use the same for something else; else None.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class GradientBuffer:
     ) -> None:
         self.parameter, self.memory, self.entry, self._whole = parameter, memory, entry, whole
         self.passing: tuple[int, ...] = ()
+        self.arena: Arena | None = None
         self.kind = kind_of(parameter)
         self._lend()
 

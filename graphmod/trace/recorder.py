@@ -257,6 +257,7 @@ class Recorder:
         self.collectives = 0
         self.unfinished: list[Any] = []
         self.outside: dict[int, Tensor] = {}
+        self.made_before: Callable[[int], bool] | None = None
         self.static: set[int] = set()
         self.first_seen: dict[int, int] = {}
         self.first_write: int | None = None
@@ -676,7 +677,8 @@ class Recorder:
             return here.get(where)
         self.read.add(where)
         if where and where not in here and where not in self._origins.elsewhere:
-            if where not in self._inputs and where not in self.outside:
+            before = self.made_before is not None and self.made_before(where)
+            if where not in self._inputs and where not in self.outside and not before:
                 self.outside[where] = tensor.detach()
                 if getattr(tensor, "_graphmod_static", False):
                     self.static.add(where)
@@ -800,6 +802,8 @@ class Follower(Recorder):
         script: of the recorded eager call: a capture that does something else is refused at once.
         targets: index of an operation in the trace -> memory of its result's shape and strides to compute it into.
         graph: what the capture makes.
+        made_before: tells of an address whether a capture before this one made what lies there, of which nothing is
+            kept: it is free as soon as nobody else has it.
     """
 
     watching = False
@@ -814,9 +818,10 @@ class Follower(Recorder):
         targets: dict[int, Tensor] | None = None,
         graph: Graph | None = None,
         parts: Parts | None = None,
+        made_before: Callable[[int], bool] | None = None,
     ) -> None:
         super().__init__(inputs, gpu=gpu, generators=generators, parts=parts)
-        self.script = script
+        self.script, self.made_before = script, made_before
         self.kept_at: set[int] = set()
         self.flags: list[tuple[Tensor, bool]] = []
         self._refused: str | None = None

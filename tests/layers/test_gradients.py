@@ -44,6 +44,120 @@ def test_gradients_that_are_kept_keep_their_values(graph, held, can_swap, device
         assert history[-1][1] == history[-4][1] and history[-1][2] == history[-4][2], "not replayed"
 
 
+CHANGE = 6
+"""The step from which a loop is another one, after its graphs were captured among gradients that nobody keeps."""
+
+
+def accumulates(side, i):
+    if i < CHANGE or not i % 3:
+        side.model.zero_grad()
+    loss_of(side.call(side.batch(i, 4, 8))).backward()
+    if i < CHANGE or i % 3 == 2:
+        side.optimizer.step()
+
+
+def zeroes_later(side, i):
+    if i < CHANGE:
+        side.model.zero_grad()
+    loss = loss_of(side.call(side.batch(i, 4, 8)))
+    side.model.zero_grad()
+    loss.backward()
+    side.optimizer.step()
+
+
+def fills_with_zeros(side, i):
+    side.model.zero_grad(set_to_none=i < CHANGE)
+    loss_of(side.call(side.batch(i, 4, 8))).backward()
+    side.optimizer.step()
+
+
+def evaluates_before_the_update(side, i):
+    side.model.zero_grad()
+    loss_of(side.call(side.batch(i, 4, 8))).backward()
+    side.model.eval()
+    with torch.no_grad():
+        side.note(evaluation=side.call(side.batch(i, 4, 8, key=1)))
+    side.model.train()
+    side.optimizer.step()
+
+
+def calls_before_the_update(side, i):
+    side.model.zero_grad()
+    loss_of(side.call(side.batch(i, 4, 8))).backward()
+    if i >= CHANGE:
+        side.note(another=side.call(side.batch(i, 4, 8, key=1)).detach())
+    side.optimizer.step()
+
+
+def takes_turns(side, i):
+    side.model.zero_grad()
+    loss_of(side.call(side.batch(i, 4 + i % 3, 8))).backward()
+    side.optimizer.step()
+
+
+def looks_late(side, i):
+    side.note(gradients=getattr(side, "late", None))
+    side.model.zero_grad()
+    output = side.call(side.batch(i, 4, 8))
+    side.note(gradients=getattr(side, "late", None))
+    loss_of(output).backward()
+    side.late = [p.grad.view(-1)[::2] for p in side.model.parameters()] if i % 4 else None
+    side.optimizer.step()
+
+
+@pytest.mark.parametrize("can_swap", [True, False], ids=["storages can be moved", "before torch 2.13"])
+@pytest.mark.parametrize(
+    "step",
+    [
+        accumulates,
+        zeroes_later,
+        fills_with_zeros,
+        evaluates_before_the_update,
+        calls_before_the_update,
+        takes_turns,
+        looks_late,
+    ],
+)
+@pytest.mark.parametrize("graph", [wrapped, layered])
+def test_gradients_among_activations_are_there_for_as_long_as_somebody_wants_them(
+    graph, step, can_swap, device, monkeypatch
+):
+    if can_swap and not gradients.can_swap():
+        pytest.skip("this torch cannot exchange the memory of a storage")
+    if not can_swap:
+        monkeypatch.setattr(gradients, "can_swap", lambda: False)
+    graphed, history = play(two, step, device, graph=graph(), steps=30)
+    if step is looks_late and not can_swap:
+        return  # views that nobody can move keep the module eager in the end
+    assert history[-1][0] > history[-7][0] and history[-1][1] == history[-7][1], "not replayed"
+    arenas = [arena for one in graphed.graphs for arena in one._context.group.arenas]
+    captured = [graph for arena in arenas for tape in arena.tapes if not tape.dropped for graph in tape.owners]
+    among = {graph.backward.in_pool for graph in captured if graph.backward is not None}
+    kept = step not in (evaluates_before_the_update, takes_turns, looks_late)
+    assert (False in among) is kept
+
+
+@pytest.mark.gpu
+def test_gradients_take_no_memory_beside_that_of_activations():
+    def reserved(accumulate):
+        torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        layers = [nn.Sequential(nn.Linear(4096, 4096), nn.GELU()) for _ in range(4)]  # 64 MiB of weights each
+        model = nn.Sequential(*layers).cuda()
+        graphed, x = CUDAGraphModule(model), torch.randn(4096, 4096, device="cuda")
+        for i in range(8):
+            if not (accumulate and i % 2):
+                model.zero_grad()
+            graphed(x).sum().backward()
+        assert graphed.stats.state == "captured"
+        return torch.cuda.memory_reserved() - before
+
+    kept = reserved(accumulate=True)
+    assert reserved(accumulate=False) < kept - 128 * 2**20
+
+
 @pytest.mark.parametrize("can_swap", [True, False], ids=["storages can be moved", "before torch 2.13"])
 def test_gradients_that_a_captured_step_leaves_behind_keep_their_values(can_swap, device, monkeypatch):
     """The backward lies inside, the optimizer outside."""

@@ -1,8 +1,9 @@
 """Tells on the CPU what a GPU would not forgive: a capture whose autograd graph ends at a gradient accumulator of the
 caller's stream would fork to that stream, and one that is differentiated with respect to an accumulator it does not end
-at would lose the gradient without a word.
+at would lose the gradient without a word. And graphs write over gradients that lie among their activations.
 
-On a GPU an AccumulateGrad node belongs to the stream on which it was made. Here each is marked by who made it.
+On a GPU an AccumulateGrad node belongs to the stream on which it was made. Here each is marked by who made it. And such
+gradients are NaN as soon as a pass begins that may write over them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,7 +13,9 @@ from torch import Tensor
 
 from graphmod.layers.context import LayerContext
 from graphmod.layers.graph import LayerGraph
+from graphmod.layers.group import Loans
 from graphmod.signature.call import Flat
+from graphmod.step.arena import Arena
 
 CALLER, CAPTURE = "the caller's stream", "the capture stream"
 MARK = "made on"
@@ -41,7 +44,7 @@ def watch(monkeypatch) -> list[str]:
     """Watches all captures from now on; what breaks the rules is added to the list that it returns."""
     broken: list[str] = []
     track, results, find = LayerContext.eager_result, LayerContext.results, LayerGraph._find_parameters
-    differentiate = LayerGraph.differentiate
+    differentiate, begin = LayerGraph.differentiate, Arena.begin
 
     def tracked(context, entry, call, *recorded):
         mark(call.result.differentiable, CALLER)
@@ -56,7 +59,7 @@ def watch(monkeypatch) -> list[str]:
         mark(graph.results.retained, CAPTURE)
         return find(graph, *arguments)
 
-    def differentiated(graph, outputs, inputs, grads, direct, edges, *several):
+    def differentiated(graph, outputs, inputs, grads, direct, edges, *several, **how):
         if several:  # no capture
             return differentiate(graph, outputs, inputs, grads, direct, edges, *several)
         reached: dict[int, set] = {}
@@ -70,7 +73,15 @@ def watch(monkeypatch) -> list[str]:
                 broken.append(f"{graph.context.name}: a gradient of shape {tuple(parameter.shape)} is lost")
             if edge.node.metadata.get(MARK) == CALLER:
                 broken.append(f"{graph.context.name}: forks to the caller's stream for {tuple(parameter.shape)}")
-        return differentiate(graph, outputs, inputs, grads, direct, edges)
+        return differentiate(graph, outputs, inputs, grads, direct, edges, **how)
+
+    def began(arena, tape):
+        stuck = begin(arena, tape)
+        for loans in (out for one in arena.tapes if one.serial >= tape.serial for out in one.outputs):
+            for buffer in loans._buffers if stuck is None and isinstance(loans, Loans) else ():
+                if buffer.memory.device.type == "cpu" and buffer.memory.is_floating_point():
+                    buffer.memory.fill_(float("nan"))
+        return stuck
 
     # What it looks at is nothing that a captured backward reads: code of the package's own, for the guards.
     differentiated.__code__ = differentiated.__code__.replace(co_filename=differentiate.__code__.co_filename)
@@ -78,4 +89,5 @@ def watch(monkeypatch) -> list[str]:
     monkeypatch.setattr(LayerContext, "results", handed_out)
     monkeypatch.setattr(LayerGraph, "_find_parameters", found)
     monkeypatch.setattr(LayerGraph, "differentiate", differentiated)
+    monkeypatch.setattr(Arena, "begin", began)
     return broken
