@@ -9,8 +9,8 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,8 +27,8 @@ from graphmod.cli.errors import JobFailed, conclude, unknown_key
 from graphmod.cli.start import CONFIGS, complain_for_all, ranks_started, say_plainly, stay_silent, tell, words
 from graphmod.errors import ConfigError, GraphmodError
 from graphmod.train.device import pick_device
-from graphmod.train.display import LOG_FILE, Journal
-from graphmod.train.folders import CHECKPOINTS, checkpoints, forget, from_here, link_latest, owned, read_manifest
+from graphmod.train.display import Journal
+from graphmod.train.folders import CHECKPOINTS, checkpoints, from_here, link_latest, owned, read_manifest
 from graphmod.train.ranks import ALONE, Ranks, joined, ranks_of
 from graphmod.train.result import RESULT_FILE, RunResult, median
 from graphmod.train.resume import (
@@ -306,9 +306,7 @@ class Start:
     config: RunConfig  # its checked settings
     point: ResumePoint | None  # where it starts; None for one that only checks
     resumed: bool  # it has the settings of the run that it resumes
-    held: ExitStack  # the lock of its folder
     folder: Path
-    made: bool = False  # there was no such folder before
 
 
 def _anchored(cfg: DictConfig, cwd: str | None) -> DictConfig:
@@ -327,23 +325,22 @@ def _anchored(cfg: DictConfig, cwd: str | None) -> DictConfig:
 
 @contextmanager
 def started(cfg: DictConfig, job: Job) -> Iterator[Start]:
-    """Where a job starts, and with which settings. Inside, this process owns the folder that it writes to, until the
-    lock is given back to ranks that it starts. Raises ConfigError for settings that cannot be, or as `claimed`."""
+    """Where a job starts, and with which settings. Inside, this process owns the folder that it, or ranks that it
+    starts, write to. Raises ConfigError for settings that cannot be, or as `claimed`."""
     if job.cwd is not None and job.cwd not in sys.path:
         sys.path.insert(0, job.cwd)  # where parts of the user's own are
     settings, changed = job_settings(_anchored(cfg, job.cwd), job.overrides)
-    config = parse(settings)
-    with ExitStack() as held:
-        start = Start(config, None, isinstance(settings, dict), held, job.folder, not job.folder.exists())
-        if not config.graph.check:
-            # What lies beside a folder that was named is other jobs, which may be running.
-            beside = job.alone and not job.named
-            point = held.enter_context(claimed(config, job.folder, beside=beside, named=job.alone and job.named))
-            point.changed = changed
-            if point.checkpoint is not None and config.train.epochs is None:
-                require_left(point, config.train.steps)
-            start.point, start.folder = point, point.run_dir
-        yield start
+    config, resumed = parse(settings), isinstance(settings, dict)
+    if config.graph.check:
+        yield Start(config, None, resumed, job.folder)
+        return
+    # What lies beside a folder that was named is other jobs, which may be running.
+    beside = job.alone and not job.named
+    with claimed(config, job.folder, beside=beside, named=job.alone and job.named) as point:
+        point.changed = changed
+        if point.checkpoint is not None and config.train.epochs is None:
+            require_left(point, config.train.steps)
+        yield Start(config, point, resumed, point.run_dir)
 
 
 def _way_on(folder: Path, job: Job) -> str:
@@ -378,19 +375,13 @@ def run_job(cfg: DictConfig, job: Job, start: Start | None = None, failed: Excep
     failed, and has said why, and SystemExit where it was stopped, or what it checked would not be captured."""
     try:
         if ranks_started() > 1:
-            return among_ranks(lambda: _device(cfg, job), job, lambda ranks: _on_ranks(start, failed, ranks))
+            return among_ranks(lambda: _device(cfg, job), job, lambda ranks: _of_first(start, failed, ranks))
         with _said(job), nullcontext(start) if start is not None else started(cfg, job) as found:
             if found.point is None or (count := ranks_of(found.config)) == 1:
                 return _run(found, job, ALONE)
-            (found.folder / LOG_FILE).touch()  # else a folder that nothing is in would go with its lock
-            found.held.close()  # which the first rank takes
             from graphmod.cli.launch import launch  # which a run alone does not load
 
-            try:
-                launch((found.config, found.point, job), job.logging, count)
-            except JobFailed:
-                forget(found.folder, LOG_FILE, found.made)
-                raise
+            launch((found, job), count)
             return found.folder
     except JobFailed as error:
         if error.status >= 128:  # nobody wants what follows, either
@@ -417,9 +408,7 @@ def run_one_of(cfg: DictConfig, job: Job, number: int, require: Callable[[], Non
     return folder
 
 
-def among_ranks(
-    device: Callable[[], DeviceName], job: Job, start: Callable[[Ranks], AbstractContextManager[Start]]
-) -> Path:
+def among_ranks(device: Callable[[], DeviceName], job: Job, start: Callable[[Ranks], Start]) -> Path:
     """Runs a job on the ranks that a launcher has started, all of which call this; returns the folder it wrote to. They
     join on a `device`, and start where the first one found. Raises what `run_job` does."""
     from graphmod.cli.launch import Peers
@@ -430,8 +419,8 @@ def among_ranks(
             stay_silent(peers.say)
         status, failed = 0, False
         try:
-            with _said(job, ranks, peers), start(ranks) as found:
-                return _run(found, job, ranks, peers)
+            with _said(job, ranks, peers):
+                return _run(start(ranks), job, ranks, peers)
         except SystemExit as end:
             status = end.code
             raise
@@ -469,25 +458,13 @@ def _said(job: Job, ranks: Ranks = ALONE, peers: "Peers | None" = None) -> Itera
         raise JobFailed(reason, status) from error
 
 
-@contextmanager
-def _on_ranks(start: Start | None, failed: Exception | None, ranks: Ranks) -> Iterator[Start]:
+def _of_first(start: Start | None, failed: Exception | None, ranks: Ranks) -> Start:
     """Where a job of ranks starts; the first rank has found that out, and owns the folder for all."""
     if failed is not None:
         raise failed
-    found = ranks.told(start and replace(start, held=ExitStack()))
+    found = ranks.told(start)
     assert found is not None
-    yield found
-
-
-@contextmanager
-def given_to_ranks(config: RunConfig, point: ResumePoint, job: Job, ranks: Ranks) -> Iterator[Start]:
-    """Where a job starts that `launch` has started ranks for: with what these were told."""
-    sys.path[:0] = [] if job.cwd is None else [job.cwd]
-    with owned(point.run_dir) if ranks.first else nullcontext(), ExitStack() as held:
-        newest = next(iter(checkpoints(point.run_dir / CHECKPOINTS)), None)
-        if ranks.first and point.checkpoint is not None and newest is not None and newest > point.checkpoint:
-            raise ConfigError(f"{point.run_dir} was resumed by another process just now; start again")
-        yield Start(config, point, False, held, point.run_dir)
+    return found
 
 
 def _run(start: Start, job: Job, ranks: Ranks, peers: "Peers | None" = None) -> Path:

@@ -60,13 +60,12 @@ def _wait(processes: list[subprocess.Popen]) -> bool:
     return by_themselves
 
 
-def launch(told: Any, logging: dict[str, Any], count: int) -> None:
-    """Runs a job on so many ranks of this machine, each of which is told what `given_to_ranks` takes, and Hydra's
-    settings of logging. Raises JobFailed where they have failed, and said why, and SystemExit where they were
-    stopped."""
+def launch(told: Any, count: int) -> None:
+    """Runs a job on so many ranks of this machine, each of which is told where it starts, and which it is. Raises
+    JobFailed where they have failed, and said why, and SystemExit where they were stopped."""
     with tempfile.TemporaryDirectory(prefix="graphmod-") as folder:
         answer, port = Path(folder) / "answer", free_port()
-        given = pickle.dumps((sys.argv, logging, answer, pickle.dumps(told)))  # to be loaded once PyTorch is
+        given = pickle.dumps((sys.argv, answer, *told))
         processes: list[subprocess.Popen] = []
         with _forwarding(processes):
             for rank in range(count):

@@ -153,18 +153,6 @@ def owned(folder: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
-def forget(folder: Path, log: str, made: bool) -> None:
-    """Removes what there is of a run that its ranks refused before it began: what Hydra says of it, and an empty file
-    `log`; the folder, too, where it was `made` for the run."""
-    with suppress(OSError, GraphmodError), owned(folder):
-        if {*os.listdir(folder)} <= {LOCK_FILE, _HYDRA_FOLDER, log} and not (folder / log).stat().st_size:
-            shutil.rmtree(folder / _HYDRA_FOLDER, ignore_errors=True)
-            (folder / log).unlink()
-    if made:
-        with suppress(OSError):  # it holds something
-            folder.rmdir()
-
-
 # -- saved models ------------------------------------------------------------------------------------------------------
 
 NO_DOWNLOAD = "give that of a saved model (save_pretrained of model and tokenizer); nothing is downloaded"
