@@ -324,9 +324,12 @@ class Scorer:
             if name is not None or raw is None:
                 text = name or self._codec.decode([token])
                 self._known[token] = text, b"" if name else text.encode("utf-8", "replace")
-            else:  # of a part of a character, its bytes, as OpenAI writes them
-                written = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-                self._known[token] = (raw.decode() if _is_text(raw) else written), raw
+            else:
+                try:
+                    text = raw.decode()
+                except UnicodeDecodeError:  # of a part of a character, its bytes, as OpenAI writes them
+                    text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+                self._known[token] = text, raw
         return self._known[token]
 
     def prompt(
@@ -355,13 +358,6 @@ class Scorer:
             # A special token may be one that the tokenizer has put around the text.
             at += len(one.text) if given.startswith(one.text, at) else 0 if one.token in self._names else len(given) + 1
         return Piece(given, placed) if at == len(given) else said
-
-
-def _is_text(raw: bytes) -> bool:
-    try:
-        return bool(raw.decode() or not raw)
-    except UnicodeDecodeError:
-        return False
 
 
 class Piece(NamedTuple):
@@ -465,16 +461,14 @@ class Answer:
         self, tokens: Sequence[int], logprobs: Sequence[float], top: list[list[tuple[int, float]]] | None = None
     ) -> Piece:
         """What may be sent once these tokens have come."""
-        stream = self._stream
+        stream, sent = self._stream, ""
         if isinstance(stream, TokenTexts):
-            sent = ""
             for number, (token, logprob, likely) in enumerate(
                 zip(tokens, logprobs, top or [[]] * len(tokens), strict=True)
             ):
                 self._values.append((logprob, likely))
                 sent += self._cut.add(self._scored_piece(*stream.add(token)), early=number < self._early)
         else:
-            sent = ""
             for token in tokens[: self._early]:  # one by one, as the engine does it, which agrees on where they end
                 sent += self._cut.add(self._plain_piece([token]), early=True)
             sent += self._cut.add(self._plain_piece(tokens[self._early :]))

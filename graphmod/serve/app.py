@@ -141,6 +141,9 @@ async def _read(request: Request, kind: type[R], most: int, query: Mapping[str, 
         given = json.loads(raw.decode("utf-8-sig"), parse_constant=refuse_constant)
         if _SURROGATE.search(raw):
             json.dumps(given, ensure_ascii=False).encode()  # raises for half of a pair, which no tokenizer takes
+        return kind.model_validate({**given, **query} if query and isinstance(given, dict) else given)
+    except ValidationError as error:
+        raise wrong_field(error) from None
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply") from None
     except UnicodeEncodeError:
@@ -148,12 +151,6 @@ async def _read(request: Request, kind: type[R], most: int, query: Mapping[str, 
     except ValueError as error:
         digits = "digits" in str(error)  # Python reads no more than some thousand
         raise ApiError(400, "a number has too many digits" if digits else f"the body is not JSON: {error}") from None
-    try:
-        return kind.model_validate({**given, **query} if query and isinstance(given, dict) else given)
-    except ValidationError as error:
-        raise wrong_field(error) from None
-    except RecursionError:
-        raise ApiError(400, "the body is nested too deeply") from None
 
 
 def require_key(service: Service, request: Request) -> None:
@@ -210,16 +207,13 @@ class Exchange:
         except Gone:
             self.end("gone")
             return Response(status_code=499)  # which nobody gets
-        except asyncio.CancelledError:
-            if self._service.trouble is None:
+        except BaseException as error:
+            if not isinstance(error, asyncio.CancelledError) or self._service.trouble is None:
                 self.end("error")
                 raise
             failed = self._service.failed(DecodeError("it was cut off"))
             self.end(failed.outcome)
             return failed.response()
-        except BaseException:
-            self.end("error")
-            raise
 
     async def _answer(self) -> Response:
         service, http = self._service, self._http
@@ -591,27 +585,27 @@ def make_app(service: Service, alive: Lifespan[Starlette]) -> Starlette:
             500, f"the server has failed: {type(error).__name__}: {error}", code="internal_error"
         ).response()
 
-    routes = [
-        Route("/v1/chat/completions", partial(post, ChatForm()), methods=["POST"]),
-        Route("/v1/completions", partial(post, CompletionForm()), methods=["POST"]),
-        Route("/v1/models", get_models),
-        Route("/v1/models/{name:path}", get_models),
-        Route("/tokenize", tokenize, methods=["POST"]),
-        Route("/detokenize", detokenize, methods=["POST"]),
-        Route("/health", get_health),
-        Route("/metrics", get_metrics),
-        Route("/version", get_version),
-        Route("/docs", get_docs),
-        Route("/sleep", sleep, methods=["POST"]),
-        Route("/wake_up", wake_up, methods=["POST"]),
-        Route("/is_sleeping", is_sleeping),
-        Route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
-        Route("/update_weights", update_weights, methods=["POST"]),
-        Route("/v1/load_lora_adapter", load_adapter, methods=["POST"]),
-        Route("/v1/unload_lora_adapter", unload_adapter, methods=["POST"]),
+    served: list[tuple[str, Any, type[Object] | None]] = [  # with what a request may say, where it is a POST
+        ("/v1/chat/completions", partial(post, ChatForm()), ChatRequest),
+        ("/v1/completions", partial(post, CompletionForm()), CompletionRequest),
+        ("/v1/models", get_models, None),
+        ("/v1/models/{name:path}", get_models, None),
+        ("/tokenize", tokenize, TokenizeRequest),
+        ("/detokenize", detokenize, DetokenizeRequest),
+        ("/health", get_health, None),
+        ("/metrics", get_metrics, None),
+        ("/version", get_version, None),
+        ("/docs", get_docs, None),
+        ("/sleep", sleep, SleepRequest),
+        ("/wake_up", wake_up, ManageRequest),
+        ("/is_sleeping", is_sleeping, None),
+        ("/reset_prefix_cache", reset_prefix_cache, ManageRequest),
+        ("/update_weights", update_weights, UpdateRequest),
+        ("/v1/load_lora_adapter", load_adapter, LoadAdapterRequest),
+        ("/v1/unload_lora_adapter", unload_adapter, UnloadAdapterRequest),
     ]
-    known = ", ".join(map(_shown, routes))
-    docs = docs_page(routes)
+    known, docs = ", ".join(_shown(path, kind) for path, _, kind in served), docs_page(served)
+    routes = [Route(path, act, methods=None if kind is None else ["POST"]) for path, act, kind in served]
     routes.append(Route("/", get_page))
     handlers: dict[Any, Any] = {ApiError: on_api_error, HTTPException: on_http_error, Exception: on_error}
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=alive)
@@ -626,29 +620,16 @@ def make_app(service: Service, alive: Lifespan[Starlette]) -> Starlette:
     return app
 
 
-def _shown(route: Route) -> str:
-    method = "POST" if "POST" in (route.methods or ()) else "GET"
-    return f"{method} {route.path.replace('{name:path}', 'NAME')}"
+def _shown(path: str, kind: type[Object] | None) -> str:
+    return f"{'GET' if kind is None else 'POST'} {path.replace('{name:path}', 'NAME')}"
 
 
-_REQUESTS: dict[str, type[Object]] = {
-    "/v1/chat/completions": ChatRequest,
-    "/v1/completions": CompletionRequest,
-    "/tokenize": TokenizeRequest,
-    "/detokenize": DetokenizeRequest,
-    "/sleep": SleepRequest,
-    "/update_weights": UpdateRequest,
-    "/v1/load_lora_adapter": LoadAdapterRequest,
-    "/v1/unload_lora_adapter": UnloadAdapterRequest,
-}
-
-
-def docs_page(routes: list[Route]) -> str:
+def docs_page(served: list[tuple[str, Any, type[Object] | None]]) -> str:
     """The paths, and the fields of their requests, as a page."""
     found = ["<!doctype html><meta charset=utf-8><title>graphmod</title><h1>Paths</h1>"]
-    for route in routes:
-        found.append(f"<h2>{_shown(route)}</h2>")
-        if (kind := _REQUESTS.get(route.path)) is not None:
+    for path, _, kind in served:
+        found.append(f"<h2>{_shown(path, kind)}</h2>")
+        if kind is not None:
             fields = [(name, escape(field.description or "")) for name, field in kind.fields().items()]
             found.append(f"<table>{''.join(f'<tr><td>{name}<td>{said}' for name, said in fields)}</table>")
     return "".join(found)
