@@ -231,7 +231,6 @@ class Pages:
         self._space = space
         finalizer: Any = weakref.finalize(self, _free, space, os.getpid())
         finalizer.atexit = False  # the end of the process frees everything, and something may still run
-        self._finalizer = finalizer
 
     @property
     def mapped(self) -> bool:

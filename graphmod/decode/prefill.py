@@ -28,7 +28,7 @@ from graphmod.decode.adapters import Adapters
 from graphmod.decode.cache import NULL_BLOCK, Attends, GatheredView, Layer, PagedCache, StoringView, slot_mapping
 from graphmod.decode.model import positions, step_arguments
 from graphmod.decode.sampling import most_likely
-from graphmod.decode.step import counters, free_memory
+from graphmod.decode.step import counters, free_memory, sizes
 from graphmod.decode.types import BucketStats
 from graphmod.torch_private import flash_attention
 from graphmod.wrap.extension import Group, mark_static
@@ -387,15 +387,6 @@ _BUSY_TOKENS = 512
 _LEAST_COLUMNS = 256
 
 Key = tuple[int, int | None, bool, bool]  # tokens, columns, whether they are scored, whether some have an adapter
-
-
-def sizes(least: int, most: int, factor: int) -> list[int]:
-    """From `least` on, each `factor` times the one before, up to `most`, which is the last."""
-    found = []
-    while least < most:
-        found.append(least)
-        least *= factor
-    return [*found, most]
 
 
 class PackedStep(nn.Module):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -141,9 +142,6 @@ class BatchState:
         )
         self._host_results = torch.empty((steps, 2, rows), dtype=torch.int64, pin_memory=self.pin)
         self._host_logprobs = torch.empty((steps, rows), dtype=torch.float32, pin_memory=self.pin)
-        self._top: tuple[Top, Top] | None = None  # on the device and on the host, from when somebody asks for it
-        self._adjustments: Adjustments | None = None  # from when somebody needs them
-        self._masks: Masks | None = None
         self._chosen = adapters.chosen
         self._adapters = self._chosen(torch.zeros(rows, dtype=torch.int64, device=device))
         self._slices: dict[tuple[int, int], Rows] = {}
@@ -160,34 +158,34 @@ class BatchState:
             self._slices[key] = part
         return self._slices[key]
 
-    def _tops(self) -> tuple[Top, Top]:
-        if self._top is None:
-            size = (self.steps, len(self.whole.integers), min(MOST_TOP, self._vocabulary))
-            kinds = (torch.int64, torch.float32)
-            self._top = (
-                Top(*(torch.zeros(size, dtype=kind, device=self.device) for kind in kinds)),
-                Top(*(torch.empty(size, dtype=kind, pin_memory=self.pin) for kind in kinds)),
-            )
-        return self._top
+    # There from when somebody needs them.
 
-    def _adjusting(self) -> Adjustments:
-        if self._adjustments is None:
-            rows, device = len(self.whole.integers), self.device
-            self._adjustments = Adjustments(
-                torch.full((rows, self._length), NOTHING, dtype=torch.int64, device=device),
-                torch.zeros((rows, self._vocabulary), dtype=torch.float32, device=device),
-                torch.full((rows, MOST_WORDS, LONGEST_WORD), NOTHING, dtype=torch.int32, device=device),
-            )
-        return self._adjustments
+    @cached_property
+    def _top(self) -> tuple[Top, Top]:
+        """On the device and on the host."""
+        size = (self.steps, len(self.whole.integers), min(MOST_TOP, self._vocabulary))
+        kinds = (torch.int64, torch.float32)
+        return (
+            Top(*(torch.zeros(size, dtype=kind, device=self.device) for kind in kinds)),
+            Top(*(torch.empty(size, dtype=kind, pin_memory=self.pin) for kind in kinds)),
+        )
 
-    def _masking(self) -> Masks:
-        if self._masks is None:
-            rows, words = len(self.whole.integers), mask_words(self._vocabulary)
-            self._masks = Masks(
-                torch.zeros((rows, self._vocabulary), dtype=torch.float32, device=self.device),
-                torch.full((rows, words), -1, dtype=torch.int32, device=self.device),
-            )
-        return self._masks
+    @cached_property
+    def _adjustments(self) -> Adjustments:
+        rows, device = len(self.whole.integers), self.device
+        return Adjustments(
+            torch.full((rows, self._length), NOTHING, dtype=torch.int64, device=device),
+            torch.zeros((rows, self._vocabulary), dtype=torch.float32, device=device),
+            torch.full((rows, MOST_WORDS, LONGEST_WORD), NOTHING, dtype=torch.int32, device=device),
+        )
+
+    @cached_property
+    def _masks(self) -> Masks:
+        rows, words = len(self.whole.integers), mask_words(self._vocabulary)
+        return Masks(
+            torch.zeros((rows, self._vocabulary), dtype=torch.float32, device=self.device),
+            torch.full((rows, words), -1, dtype=torch.int32, device=self.device),
+        )
 
     def part(self, first: int, count: int, kind: int = 0) -> Rows:
         """The state of `count` rows from `first` on, for what no graph reads."""
@@ -200,9 +198,9 @@ class BatchState:
             whole.results[:, :, part],
             whole.logprobs[:, part],
             whole.cursor,
-            Top(*(one[:, part] for one in self._tops()[0])) if kind & TOP else None,
-            Adjustments(*(one[part] for one in self._adjusting())) if kind & ADJUSTED else None,
-            Masks(*(one[part] for one in self._masking())) if kind & MASKED else None,
+            Top(*(one[:, part] for one in self._top[0])) if kind & TOP else None,
+            Adjustments(*(one[part] for one in self._adjustments)) if kind & ADJUSTED else None,
+            Masks(*(one[part] for one in self._masks)) if kind & MASKED else None,
             self._adapters[part] if kind & ADAPTED else None,
         )
 
@@ -222,12 +220,12 @@ class BatchState:
         self.whole.stops[part].copy_(self.to_device(stops, torch.int64))
         if self._adapters.numel():
             self._adapters[part].copy_(self._chosen(self.to_device([v.slot for v in values], torch.int64)))
-        if self._adjustments is not None or any(v.adjustment for v in values):
+        if "_adjustments" in vars(self) or any(v.adjustment for v in values):
             self._adjust(part, values)
 
     def _adjust(self, part: slice, values: list[RowValues]) -> None:
         """Writes what changes the logits of rows, and clears what changed those of who had these rows before."""
-        tokens, bias, words = (one[part] for one in self._adjusting())
+        tokens, bias, words = (one[part] for one in self._adjustments)
         tokens.fill_(NOTHING)
         bias.zero_()
         words.fill_(NOTHING)
@@ -253,7 +251,7 @@ class BatchState:
             matchers: of each; None allows all tokens.
         """
         part = slice(first, first + len(matchers))
-        allowed = self._masking().allowed[part]
+        allowed = self._masks.allowed[part]
         # Memory of its own, since the copy of the one before may still be to come.
         host = torch.full(allowed.shape, -1, dtype=torch.int32, pin_memory=self.pin)
         fill_masks(matchers, host)
@@ -261,7 +259,7 @@ class BatchState:
 
     def move_row(self, source: int, target: int) -> None:
         """Copies a row to another place, as it is on the device at that point of the stream."""
-        for tensor in (*self.whole[:4], self._adapters, *(self._adjustments or ())):
+        for tensor in (*self.whole[:4], self._adapters, *vars(self).get("_adjustments", ())):
             tensor[target].copy_(tensor[source])
 
     def clear_row(self, row: int) -> None:
@@ -283,7 +281,7 @@ class BatchState:
         for piece in pieces:
             self._host_results[piece].copy_(self.whole.results[piece], non_blocking=True)
             self._host_logprobs[piece].copy_(self.whole.logprobs[piece], non_blocking=True)
-            for here, there in zip(*self._tops(), strict=True) if top else ():
+            for here, there in zip(*self._top, strict=True) if top else ():
                 there[piece].copy_(here[piece], non_blocking=True)
         event = None
         if self.pin:
@@ -299,7 +297,7 @@ class BatchState:
 
     def top_at(self, kept: list[int], row: int, count: int) -> list[list[tuple[int, float]]]:
         """The `count` most likely tokens of a row after each of those steps, with their log-probabilities."""
-        tokens, logprobs = (one.numpy()[kept, row, :count].tolist() for one in self._tops()[1])
+        tokens, logprobs = (one.numpy()[kept, row, :count].tolist() for one in self._top[1])
         return [list(zip(*both, strict=True)) for both in zip(tokens, logprobs, strict=True)]
 
     def restart(self) -> None:
@@ -457,6 +455,15 @@ _LEAST_VISITED = 256  # below it attention costs no time to speak of
 Key = tuple[int, int | None, int]  # batch size, visited tokens, kind of sampling
 
 
+def sizes(least: int, most: int, factor: int) -> list[int]:
+    """From `least` on, each `factor` times the one before, up to `most`, which is the last."""
+    found = []
+    while least < most:
+        found.append(least)
+        least *= factor
+    return [*found, most]
+
+
 def context_sizes(block_size: int, most: int, stops_at_context: bool) -> list[int | None]:
     """Numbers of visited tokens that have graphs of their own, ascending: doubling, the last one `most`.
 
@@ -467,13 +474,8 @@ def context_sizes(block_size: int, most: int, stops_at_context: bool) -> list[in
     """
     if stops_at_context:
         return [None]
-    size = _LEAST_VISITED if block_size >= _LEAST_VISITED else -(-_LEAST_VISITED // block_size) * block_size
-    found = []
-    while size < most:
-        found.append(size)
-        size *= 2
-    if block_size > _LEAST_VISITED:  # a multiple of a block from the first that is longer than one
-        found = [size if size <= block_size else -(-size // block_size) * block_size for size in found]
+    least = _LEAST_VISITED if block_size >= _LEAST_VISITED else -(-_LEAST_VISITED // block_size) * block_size
+    found = [size if size <= block_size else -(-size // block_size) * block_size for size in sizes(least, most, 2)]
     return [*sorted({*(size for size in found if size < most), most})]
 
 

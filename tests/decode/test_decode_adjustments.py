@@ -185,7 +185,7 @@ def test_who_asks_for_none_of_it_pays_nothing(device):
         engine.generate([prompt], max_new_tokens=NEW, **settings)
         return engine.stats.total("captures") - before
 
-    assert captures() == 1 and engine.state.rows(1).adjustments is None and engine.state._adjustments is None
+    assert captures() == 1 and engine.state.rows(1).adjustments is None and "_adjustments" not in vars(engine.state)
     assert captures(repetition_penalty=1.5) == 1 and captures(bad_words=[5]) == captures(min_tokens=2) == 0
     assert captures(logits_processors=[backwards]) == 1 and captures(logits_processors=[by_length]) == 1
     assert captures() == captures(repetition_penalty=1.5) == captures(logits_processors=[backwards]) == 0

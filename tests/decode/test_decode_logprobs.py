@@ -73,7 +73,7 @@ def test_only_batches_that_ask_compute_them(device):
     engine.generate([[5, 6, 7]], max_new_tokens=12, temperature=1.0)
     kinds = {kind for _, _, kind in engine.graphs.wrappers}
     assert not any(kind >= TOP for kind in kinds) and not any(key[2] for key in engine.prefill.wrappers)
-    assert engine.state._top is None
+    assert "_top" not in vars(engine.state)
     engine.generate([[5, 6, 7]], max_new_tokens=12, top_logprobs=2)
     assert {kind for _, _, kind in engine.graphs.wrappers} - kinds == {TOP}
 
