@@ -263,13 +263,11 @@ class EngineThread:
             timeout: seconds after which nobody is told any more.
         """
         self._line.hear_no_more()
-        if self._thread.ident is not None:
-            with contextlib.suppress(Exception):  # of an engine that has failed, which its thread tells
-                self._engine.abort_all()  # by the next step, where one is under way
-            self._thread.join(timeout)
+        with contextlib.suppress(Exception):  # of an engine that has failed, which its thread tells
+            self._engine.abort_all()  # by the next step, where one is under way
+        self._thread.join(timeout)
         self._line.close()
-        if self._thread.ident is not None:
-            self._thread.join()
+        self._thread.join()
 
     def _work(self) -> None:
         engine, line = self._engine, self._line
@@ -417,8 +415,9 @@ class Host:
             "load_adapter": engine.load_adapter,
             "unload_adapter": engine.unload_adapter,
         }
-        self._thread = EngineThread(engine, self._work)
-        self._thread.start()
+        thread = EngineThread(engine, self._work)
+        thread.start()
+        self._thread = thread  # which `end` joins
         self._control.send(("begin", engine.config.max_batch_size, engine.max_seq_len))
 
     def tend(self, seconds: float) -> None:
