@@ -24,7 +24,7 @@ from graphmod.errors import GraphmodError, reason
 from graphmod.train.checkpoint import Progress
 from graphmod.train.folders import write_whole
 from graphmod.train.result import StepClock, median
-from graphmod.train.settings import LogTo, require_library
+from graphmod.train.settings import LogTo
 
 # -- where points are written beside a run's own files: TensorBoard, a CSV file, Weights & Biases ----------------------
 
@@ -161,11 +161,10 @@ _PROJECT = "graphmod"
 class WandbLogger(Logger):
     """The library's environment variables hold: `WANDB_MODE`, without which nothing leaves this machine (`offline`),
     `WANDB_PROJECT`, and what else it knows. Its run's identifier is kept in the folder: who resumes there goes on with
-    the same run of W&B. Raises ConfigError where the library is not installed, and GraphmodError where W&B does not
-    begin a run, for example because nobody is logged in."""
+    the same run of W&B. Raises GraphmodError where W&B does not begin a run, for example because nobody is logged
+    in."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
-        require_library("wandb", "wandb", "train.log=wandb")
         import wandb
 
         self._html = wandb.Html
@@ -213,8 +212,8 @@ GIB = 2**30
 
 def open_loggers(names: Sequence[str], folder: Path, settings: dict[str, Any], before: int | None) -> list[Logger]:
     """Opens the loggers of a run that `names` of `LogTo` say; where one fails, those before it are closed. `before` are
-    the steps that a resumed run had done; None for a new one. Raises ConfigError, GraphmodError, or OSError where the
-    folder cannot be written to."""
+    the steps that a resumed run had done; None for a new one. Raises GraphmodError, or OSError where the folder cannot
+    be written to."""
     kinds: dict[LogTo, Callable[[], Logger]] = {
         LogTo.tensorboard: lambda: TensorBoardLogger(folder, settings, before),
         LogTo.csv: lambda: CsvLogger(folder, before),

@@ -136,9 +136,8 @@ def transformers_config(model: ModelConfig, vocab_size: int) -> PretrainedConfig
 
 def add_adapters(model: PreTrainedModel, settings: LoraSettings, base: str) -> PreTrainedModel:
     """Puts adapters into a transformers model, in place, freezes all else, and returns it; they are saved with the name
-    of the folder `base`. Draws from torch's random generators. Raises ConfigError where `peft` is not installed, or the
-    model has no such modules."""
-    require_library("peft", "lora", f"model.lora.r={settings.r}")
+    of the folder `base`. Draws from torch's random generators. Raises ConfigError where the model has no such
+    modules."""
     from peft import LoraConfig
 
     targets = settings.target_modules
@@ -265,7 +264,6 @@ def model_config(model: ModelConfig, data_vocab_size: int | None, length: int) -
             "model.vocab_size, leave it null, which fits the data, or use the tokenizer the model was trained with "
             "(data.tokenizer=FOLDER)"
         )
-    config.use_cache = False
     return config
 
 

@@ -126,8 +126,7 @@ class StopRequest:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._before:
-            self._restore()
+        self._restore()
 
 
 # -- the evaluation losses of a run: over the same held-out batches each time ------------------------------------------
