@@ -55,11 +55,11 @@ def measure(shape: dict[str, int]) -> dict[str, Any]:
     import torch
 
     from graphmod.decode.attention import IMPLEMENTATIONS, OWN
-    from graphmod.decode.cache import PagedCache, uniform
+    from graphmod.decode.cache import Layer, PagedCache
     from graphmod.decode.types import AttentionName
 
     rows, context, longest = shape["rows"], shape["context"], shape["max_seq_len"]
-    sizes = uniform(shape["heads"], shape["kv_heads"], HEAD, shape.get("layers", LAYERS))
+    sizes = (Layer(shape["heads"], shape["kv_heads"], HEAD, HEAD),) * shape.get("layers", LAYERS)
     read = 2 * rows * context * shape["kv_heads"] * HEAD * 2
     found = {}
     for name, one in {**IMPLEMENTATIONS, AttentionName.own: OWN}.items():

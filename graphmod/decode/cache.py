@@ -33,11 +33,6 @@ class Layer(NamedTuple):
     sinks: bool = False
 
 
-def uniform(heads: int, kv_heads: int, head_dim: int, count: int) -> tuple[Layer, ...]:
-    """`count` layers that are all alike and see everything."""
-    return (Layer(heads, kv_heads, head_dim, head_dim),) * count
-
-
 NULL_BLOCK = 0
 """Pads block tables. It is never written, so that reading it adds finite numbers that the mask takes out again."""
 

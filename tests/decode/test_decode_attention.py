@@ -10,13 +10,13 @@ from graphmod.config import CompileMode
 from graphmod.decode import DecodeEngine
 from graphmod.decode.attention import IMPLEMENTATIONS, OWN, choose, paged_sdpa
 from graphmod.decode.blocks import BlockAllocator
-from graphmod.decode.cache import CacheView, PagedCache, slot_mapping, uniform
+from graphmod.decode.cache import CacheView, PagedCache, slot_mapping
 from graphmod.decode.step import context_sizes
 from graphmod.decode.types import AttentionName
 from graphmod.trace.dispatch import is_recording
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Follower
-from tests.support.decode_models import ARCHITECTURES, prompts_of, reference, tiny_model
+from tests.support.decode_models import ARCHITECTURES, prompts_of, reference, tiny_model, uniform
 
 HEADS, KV_HEADS, WIDTH = 8, 2, 32
 

@@ -18,8 +18,9 @@ import torch
 from graphmod.backend import lifetime
 from graphmod.decode import DecodeError
 from graphmod.decode import memory as module
-from graphmod.decode.cache import PagedCache, uniform
+from graphmod.decode.cache import PagedCache
 from graphmod.decode.memory import HostSpace, Ordinary, Pages, zeros
+from tests.support.decode_models import uniform
 from tests.support.fake_driver import INVALID_VALUE, PAGE, FakeDriver, addresses_of, all_of_them, stand_in
 
 CPU = torch.device("cpu")

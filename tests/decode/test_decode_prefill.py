@@ -5,9 +5,9 @@ import torch
 
 from graphmod.decode import DecodeEngine, prefill
 from graphmod.decode.adapters import Adapters
-from graphmod.decode.cache import PagedCache, uniform
+from graphmod.decode.cache import PagedCache
 from graphmod.decode.prefill import HELD, Limits, PackedBuffer, Piece, gather_columns
-from tests.support.decode_models import prompts_of, reference, tiny_model
+from tests.support.decode_models import prompts_of, reference, tiny_model, uniform
 
 SIZES = [
     (2, 64, 64, 256, 77),

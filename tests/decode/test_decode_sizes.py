@@ -7,8 +7,9 @@ import torch
 
 from graphmod import CUDAGraphModule
 from graphmod.decode.attention import IMPLEMENTATIONS, paged_sdpa
-from graphmod.decode.cache import CacheView, PagedCache, uniform
+from graphmod.decode.cache import CacheView, PagedCache
 from graphmod.decode.types import AttentionName
+from tests.support.decode_models import uniform
 from tests.support.harness import config
 
 LAYERS = 2

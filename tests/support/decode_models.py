@@ -5,6 +5,8 @@ import hashlib
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel, Qwen3Config
 
+from graphmod.decode.cache import Layer
+
 VOCABULARY = 96
 POSITIONS = 128
 SIZES = {
@@ -22,6 +24,11 @@ CONFIGS = {
     "gpt2": lambda: GPT2Config(**SIZES, n_positions=POSITIONS),
 }
 ARCHITECTURES = tuple(CONFIGS)
+
+
+def uniform(heads: int, kv_heads: int, head_dim: int, count: int) -> tuple[Layer, ...]:
+    """`count` layers that are all alike and see everything."""
+    return (Layer(heads, kv_heads, head_dim, head_dim),) * count
 
 
 def tiny_model(architecture: str, device: torch.device, seed: int = 0, scale: float = 3.0) -> PreTrainedModel:
