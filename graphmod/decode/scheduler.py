@@ -173,8 +173,6 @@ class Scheduler:
         for as long as rows and blocks last."""
         planned: list[Planned] = []
         for sequence in [*self.filling]:
-            if not limits.pieces:
-                return planned
             limits = self._piece(planned, sequence, limits)
         while self.waiting and limits.tokens and limits.pieces and self._begin(self.waiting[0]):
             sequence = self.waiting.popleft()
@@ -206,7 +204,7 @@ class Scheduler:
         scored = sequence.sampling.prompt_logprobs
         end = min(len(sequence.prompt), begin + limits.tokens, limits.columns)
         end = min(end, begin + limits.scored) if scored else end
-        if end <= begin:
+        if end <= begin or not limits.pieces:
             return limits
         planned.append((sequence, sequence.piece(begin, end)))
         sequence.stored = end
