@@ -677,13 +677,14 @@ def _not_from(origin: str) -> Response:
 
 def _model(service: Service, adapter: str | None) -> dict[str, Any]:
     own = {} if adapter is None else {"root": service.adapters[adapter], "parent": service.name}
+    codec = service.codec
     return {
         "id": adapter or service.name,
         "object": "model",
         "created": service.created,
         "owned_by": "graphmod",
         "max_model_len": service.engine.max_seq_len,
-        "chat": service.chats,
+        "chat": isinstance(codec, TokenizerCodec) and bool(codec.tokenizer.chat_template),
         **own,
     }
 

@@ -25,7 +25,7 @@ from graphmod.decode.types import Completion, DecodeError, Run, Sampling
 from graphmod.serve.api import ApiError
 from graphmod.serve.engine_side import Unpacker, packed
 from graphmod.serve.settings import ServeSettings
-from graphmod.text import Codec, TokenizerCodec
+from graphmod.text import Codec
 from graphmod.words import counted
 
 log = logging.getLogger("graphmod")
@@ -408,11 +408,6 @@ class Service:
         if self.codec is None:
             return "the model is being loaded"
         return "the engine sleeps; POST /wake_up" if self.sleeping else None
-
-    @property
-    def chats(self) -> bool:
-        """Whether the model has a chat template."""
-        return isinstance(self.codec, TokenizerCodec) and bool(self.codec.tokenizer.chat_template)
 
     def require_ready(self) -> Codec:
         """The codec. Raises ApiError where requests are not taken."""
