@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from graphmod.train.folders import FolderInUse, owned
 from tests.support.processes import shell
 from tests.support.settings import ROOT, TINY
 
@@ -60,6 +61,8 @@ def gone(pid):
 def test_a_killed_rank_ends_all_within_seconds_and_the_next_start_resumes(folder):
     process = shell(folder, *LONG)
     found = under_way(folder, process)
+    with pytest.raises(FolderInUse, match=f"process {process.pid} on"), owned(folder / "run"):
+        pass
     os.kill(found[1], signal.SIGKILL)
     began = time.monotonic()
     status, _, err = ended(process)
