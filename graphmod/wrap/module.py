@@ -306,9 +306,6 @@ class CUDAGraphModule(nn.Module):
     def add_module(self, name: str, module: nn.Module | None) -> None:
         self._holder().add_module(name, module)
 
-    def register_module(self, name: str, module: nn.Module | None) -> None:
-        self._holder().add_module(name, module)
-
     def _holder(self) -> Any:
         if not isinstance(self._root, nn.Module):
             return super()
