@@ -71,8 +71,6 @@ class Opaque:
         self._held, self._weak = self.value, None
 
     def __eq__(self, other: object) -> bool:
-        if other is self:
-            return True
         value = self.value
         return other.__class__ is self.__class__ and value is not None and other.value is value
 
