@@ -6,6 +6,7 @@ import copy
 import functools
 import pickle
 import random
+import types
 
 import numpy
 import pytest
@@ -461,3 +462,18 @@ def test_instructions_with_prefixes_are_read_too(device):
             space["S"].scale = 3.0
         assert step(torch.ones(2, device=device)).tolist() == [2.0 if call < 4 else 3.0] * 2, call
     assert step.stats.replays and step.stats.captures == 2
+
+
+def test_one_list_that_has_become_two_is_seen(device):
+    """What replaces it is equal, but code may ask which object it is, or change one of the two."""
+    one, other, shared = types.SimpleNamespace(), types.SimpleNamespace(), [2.0]
+    one.held = other.held = shared
+    wrapper = CUDAGraphModule(lambda x: x * one.held[0] + other.held[0], TrainGraphConfig(warmup_steps=1))
+    x = torch.ones(3, device=device)
+    for step in range(8):
+        if step == 4:
+            assert wrapper.stats.replays > 2
+            one.held, other.held = [2.0], [2.0]
+            wrapper(x)
+            assert "one list that it reads in two places has become two" in wrapper.last_failure
+        assert wrapper(x).tolist() == [4.0] * 3

@@ -16,6 +16,7 @@ from torch import nn
 
 from graphmod import CUDAGraphModule, check
 from graphmod.errors import BackwardUnavailable
+from graphmod.guards import values
 from graphmod.guards.notes import Note
 from graphmod.guards.values import INERT, OBJECT, OTHER, Place, content, sort_of
 from graphmod.reads.frames import noting
@@ -596,3 +597,15 @@ def test_what_code_keeps_of_a_version_of_a_weight_is_made_anew_with_another(ofte
         with torch.no_grad():
             assert torch.equal(module(x), x @ model.weight.round(decimals=1).T), number
     assert often == 3 or module.stats.replays > 8
+
+
+def test_an_array_that_is_too_large_to_compare_keeps_a_call_eager(device, monkeypatch):
+    monkeypatch.setattr(values, "_MOST_DIGESTED", 64)
+    array, x = numpy.ones(9), torch.ones(3, device=device)
+    wrapper = CUDAGraphModule(lambda x: x * float(array.sum()), config())
+    for _ in range(6):
+        assert wrapper(x).tolist() == [9.0] * 3
+        array += 1
+        assert wrapper(x).tolist() == [18.0] * 3
+        array -= 1
+    assert "is too large to compare at each call" in wrapper.last_failure and not wrapper.stats.replays

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from graphmod import CUDAGraphModule, GraphmodError, graph_layers
+from graphmod import BackwardUnavailable, CUDAGraphModule, GraphmodError, graph_layers
 from graphmod.train.activations import kept_draws
 from tests.support.harness import config, layered, loss_of, mlp, play, twins, two, wrapped
 
@@ -449,3 +449,24 @@ def test_a_backward_that_changes_what_it_saved_is_no_error(device):
             module.zero_grad()
             call(x).sum().backward()
         assert torch.equal(one.scale.grad, eager.scale.grad)
+
+
+def test_a_second_backward_after_later_calls_needs_the_first_to_retain_the_graph(device):
+    """Where nothing is saved, eager allows it; a graph has the memory of the last call alone."""
+
+    class Added(nn.Module):
+        def forward(self, x):
+            return x + 1
+
+    wrapper, x = CUDAGraphModule(Added(), config()), torch.ones(3, device=device, requires_grad=True)
+    for _ in range(6):
+        x.grad = None
+        wrapper(x).sum().backward()
+    x.grad = None
+    result = wrapper(x)
+    result.sum().backward()
+    for _ in range(2):
+        wrapper(x.detach().requires_grad_()).sum().backward()
+    with pytest.raises(BackwardUnavailable, match="overwritten by a later call"):
+        result.sum().backward()
+    assert wrapper.stats.replays > 6

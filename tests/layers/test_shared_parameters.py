@@ -201,3 +201,28 @@ def test_a_weight_used_twice_in_each_of_several_calls_is_summed_up_use_by_use(se
         return {"generator": nn.Linear(4, 8).to(device), "model": critic().to(device)}
 
     twins(build, step, device, graph=layered(["all.0", "all.1", "all.2"], warmup_steps=3), replays=18, steps=14)
+
+
+class InATuple(nn.Module):
+    """Code may use what a tuple holds, in whose place nothing can be put for a capture."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.held = (self.layer.weight,)
+
+    def forward(self, x):
+        return self.layer(x) @ self.held[0]
+
+
+def test_a_parameter_of_a_module_and_a_tuple_that_code_outside_uses_too_is_told_of_and_has_eagers_gradient(device):
+    def step(side, i):
+        loss = loss_of(side.call(side.batch(i, 4, 8))) + loss_of(side.model.layer.weight)
+        loss.backward()
+        side.note_gradients()
+        side.optimizer.zero_grad()
+        return side.call.last_failure if side.graphed else None
+
+    told = []
+    play(lambda d: InATuple().to(d), lambda side, i: told.append(step(side, i)), device)
+    assert any("uses a parameter that code outside uses too" in one for one in told if one)

@@ -511,6 +511,22 @@ def test_the_same_list_twice_is_another_call_than_two_equal_lists(device):
             assert torch.equal(wrapper(one, other), call(one, other))
 
 
+def test_a_method_counts_by_its_function_and_object(device):
+    class Scale:
+        def __init__(self, by):
+            self.by = by
+
+        def scaled(self, x):
+            return x * self.by
+
+    one, x = Scale(2.0), torch.ones(4, device=device)
+    wrapper = CUDAGraphModule(lambda x, scaled: scaled(x), config())
+    for _ in range(8):
+        assert wrapper(x, one.scaled).tolist() == [2.0] * 4
+    assert wrapper.stats.captures == 1 and wrapper.stats.replays > 4
+    assert wrapper(x, Scale(3.0).scaled).tolist() == [3.0] * 4
+
+
 def test_numpy_values_count_by_their_content(device):
     module, x = mlp(device), torch.ones(4, 8, device=device)
     weights = np.ones(2)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphmod import CUDAGraphModule, eager, graph_layers
+from graphmod import BackwardUnavailable, CUDAGraphModule, eager, graph_layers
 from tests.support.harness import GRAPHS, Two, config, graphs, loss_of, mlp, play, twins, two
 
 
@@ -61,6 +61,44 @@ def test_a_saved_result_changed_in_place_is_an_error_as_in_eager(device):
         return "accepted"
 
     play(lambda d: nn.Sequential(nn.Linear(8, 8), nn.Tanh()).to(d), step, device)
+
+
+CHANGED = {
+    "result": lambda model, output: output.detach().mul_(2),
+    "weight": lambda model, output: model[2].weight.detach().mul_(2),
+}
+
+
+@pytest.mark.parametrize("what", CHANGED)
+def test_what_a_captured_backward_reads_and_was_changed_since_is_an_error_as_in_eager(what, device):
+    """A weight makes the gradient of the input of its product, a tanh its own of its result."""
+
+    def step(side, i):
+        output = side.call(side.batch(i, 4, 8))
+        if i == 8:  # the backward has been replayed by then
+            CHANGED[what](side.model, output)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss_of(output).backward()
+        else:
+            loss_of(output).backward()
+        side.note_gradients()
+        side.optimizer.zero_grad()
+
+    build = lambda d: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()).to(d)  # noqa: E731
+    twins(build, step, device, replays=2, settled=2)
+
+
+def test_a_parameter_changed_before_a_backward_that_fits_no_graph_is_told_of(device):
+    """Eager needs no bias for the gradient of the input; the forward cannot run again with the one it had."""
+    module, x = mlp(device), torch.ones(4, 8, device=device, requires_grad=True)
+    wrapper = CUDAGraphModule(module, config())
+    for _ in range(8):
+        loss_of(wrapper(x)).backward()
+    output = wrapper(x)
+    module[0].bias.detach().mul_(2)
+    with pytest.raises(BackwardUnavailable, match="was changed in place between its forward and this backward"):
+        torch.autograd.grad(loss_of(output), x)
+    assert wrapper.stats.replays > 8
 
 
 @graphs

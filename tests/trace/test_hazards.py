@@ -333,6 +333,15 @@ def test_a_tensor_from_outside_with_a_history_of_its_own(device):
     play(lambda d: Modulated().to(d), step, device)
 
 
+def test_a_tensor_from_outside_that_stays_and_has_a_history_of_its_own_is_refused(device):
+    gate = torch.ones(8, device=device, requires_grad=True) * 2
+    module, x = mlp(device), torch.ones(4, 8, device=device)
+    wrapper = CUDAGraphModule(lambda x: module(x) * gate)
+    for _ in range(6):
+        loss_of(wrapper(x)).backward(retain_graph=True)
+    assert "was itself computed with gradients" in wrapper.last_failure and not wrapper.stats.replays
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_grouped_products_read_on_the_host_but_for_bfloat16(dtype, monkeypatch):
     op = torch.ops.aten._grouped_mm.default

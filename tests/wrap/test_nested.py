@@ -112,3 +112,16 @@ def test_a_wrapper_around_wrapped_layers_runs_them_again_without_their_graphs(se
     assert all(graph.stats.replays for graph in (outer, *inner)) and not any(
         graph.stats.failures for graph in (outer, *inner)
     )
+
+
+@pytest.mark.parametrize("through", ["module", "wrapper"])
+def test_what_a_step_reads_of_a_module_through_its_wrapper_is_watched(through, device):
+    module, x = Layer().to(device), torch.ones(3, device=device)
+    module.scale = 2.0
+    inner = CUDAGraphModule(module, config())
+    outer = CUDAGraphModule(lambda x: x * inner.scale, config())
+    for index in range(12):
+        if index == 6:
+            assert outer.stats.replays > 2
+            (module if through == "module" else inner).scale = 3.0
+        assert outer(x).tolist() == [2.0 if index < 6 else 3.0] * 3

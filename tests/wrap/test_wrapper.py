@@ -171,6 +171,12 @@ def test_a_pattern_that_matches_nothing_suggests_names(device):
         graph_layers(model(device), config(), layers="layers.*.attn")
 
 
+def test_a_pattern_that_matches_inside_another_match_is_refused(device):
+    nested = nn.Sequential(nn.Sequential(mlp(device)))
+    with pytest.raises(ConfigError, match=r"matches '0\.0' inside '0'"):
+        graph_layers(nested, config(), layers=["0", "0.0"])
+
+
 def test_attributes_of_the_wrapped_module_are_not_hidden(device):
     """A transformers model has a `config`; others have a `name`, a `group`, a `root`."""
     model = mlp(device)
