@@ -46,7 +46,7 @@ from graphmod.torch_private import (
     put_in_thread,
     without_modes,
 )
-from graphmod.trace.operations import Step, draws, facts, tensors_in
+from graphmod.trace.operations import draws, facts, tensors_in
 from graphmod.trace.untraced import identity, resume, suspend, thread_state, traced, untraced
 
 log = logging.getLogger("graphmod")
@@ -76,7 +76,6 @@ class Watcher(Sees, Protocol):
     goes_through: bool
     ran_compiled: bool
     unfinished: list[Any]
-    trace: list[Step]
 
     def refuse(self, operation: str, reason: Any) -> None: ...
     def make(self, function: Callable, values: Any, kwargs: dict) -> Tensor: ...
