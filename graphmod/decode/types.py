@@ -376,12 +376,12 @@ def _int64(value: int) -> int:
 def prompt_seed(seed: int, number: int) -> int:
     """The seed of prompt `number` of a call that was given one for all. The first prompt's is the seed itself, so that
     a prompt alone draws what it draws with a seed of its own."""
-    return _int64(seed + number * _PROMPT_STRIDE)
+    return _int64(int(seed) + number * _PROMPT_STRIDE)  # numpy's integers have 64 bits themselves
 
 
 def sample_seed(seed: int, number: int) -> int:
     """The seed of sample `number` of a prompt; that of the first is the prompt's own."""
-    return _int64(seed + number * _SAMPLE_STRIDE)
+    return _int64(int(seed) + number * _SAMPLE_STRIDE)
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -176,6 +177,8 @@ def test_prompts_that_share_a_seed_draw_numbers_of_their_own(device):
     assert tokens(engine.generate(prompts[:1], seed=5, n=2, **asked)) == first[:2]
     own = tokens(engine.generate(prompts, sampling=[Sampling(seed=5, **asked)] * 3))  # a seed of its own is as it is
     assert own == [first[0]] * 3
+    assert tokens(engine.generate(prompts, seed=np.int64(5), n=2, **asked)) == first
+    assert tokens(engine.generate(prompts, sampling=[Sampling(seed=np.int32(5), **asked)] * 3)) == own
 
 
 def test_calls_without_a_seed_draw_anew_and_follow_torchs_generator(device):
