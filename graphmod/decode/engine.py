@@ -248,7 +248,7 @@ class DecodeEngine:
         next step if another thread is in the middle of one. Any thread may call it.
 
         Raises:
-            DecodeError: this is no handle of a request.
+            DecodeError: this is no handle of a request of this engine.
         """
         if not isinstance(handle, Handle):
             raise DecodeError(f"abort takes what submit() returns, or a stream's .handle, got {type(handle).__name__}")

@@ -159,10 +159,17 @@ class Traffic:
         self._arrived.append(handle)
 
     def leave(self, handle: Handle) -> None:
-        """Lets a request out: at once, or before the next step if another thread is in the middle of one."""
-        if not handle.done:
-            self._leaving.append(handle)
-            self._let_out()
+        """Lets a request out: at once, or before the next step if another thread is in the middle of one.
+
+        Raises:
+            DecodeError: it is another engine's.
+        """
+        if handle.done:
+            return
+        if handle not in self.everybody() and not handle.done:  # it may end in between
+            raise DecodeError("this request is another engine's; abort it there")
+        self._leaving.append(handle)
+        self._let_out()
 
     def everybody(self) -> list[Handle]:
         """Who is there, or was a moment ago."""

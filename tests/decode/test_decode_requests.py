@@ -104,6 +104,20 @@ def test_aborting_everything_leaves_an_engine_at_rest(device):
     assert engine.generate(prompts_of(5), max_new_tokens=9)[0].tokens == reference(model, prompts_of(5)[0], 9)
 
 
+def test_a_request_is_aborted_by_its_own_engine_alone(device):
+    model = tiny_model("llama", device)
+    own, other = DecodeEngine(model, max_batch_size=2), DecodeEngine(model, max_batch_size=2)
+    (prompt,) = prompts_of(6)
+    handle = own.submit(prompt, max_new_tokens=12)
+    own.step()
+    with pytest.raises(DecodeError, match="another engine's; abort it there"):
+        other.abort(handle)
+    assert not other.unfinished and not handle.done
+    run(own)
+    assert handle.completions[0].tokens == reference(model, prompt, 12)
+    other.abort(handle)  # there is nothing left to end
+
+
 def test_a_long_prompt_goes_in_pieces_and_does_not_stall_those_that_run(device):
     model = tiny_model("llama", device)
     engine = DecodeEngine(model, max_batch_size=2, steps_per_sync=2, prefill_tokens=8, block_size=8)
