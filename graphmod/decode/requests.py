@@ -9,6 +9,7 @@ likely token: a greedy request is refused then.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from numbers import Integral
@@ -340,6 +341,10 @@ class RequestReader:
             raise RequestError("prompts must be a list of prompts, got one text; write [prompt]")
         if isinstance(prompts, torch.Tensor) and prompts.dim() == 1:
             raise RequestError("prompts must be a list of prompts, got one tensor of token ids; write [prompt]")
+        if isinstance(prompts, Mapping):  # what a tokenizer returns, of which a list has the keys alone
+            raise RequestError(
+                f"prompts must be a list of prompts, got {type(prompts).__name__}; give its input_ids, without padding"
+            )
         if not hasattr(prompts, "__len__"):
             raise RequestError(f"prompts must be a list of prompts, got {type(prompts).__name__}")
         each = sampling if isinstance(sampling, list) else [sampling or Sampling()] * len(prompts)

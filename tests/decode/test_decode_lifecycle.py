@@ -6,6 +6,7 @@ import logging
 import numpy
 import pytest
 import torch
+from transformers import BatchEncoding
 
 from graphmod import CUDAGraphConfig, graph_layers
 from graphmod.decode import DecodeEngine, DecodeError, RequestError, Sampling
@@ -279,6 +280,13 @@ def test_a_wrong_request_is_one_clear_error_and_the_engine_goes_on(prompt, setti
     assert len(engine.generate([[3, 4]], max_new_tokens=5)[0].tokens) == 5
     with pytest.raises(RequestError, match="got one tensor of token ids"):
         engine.generate(torch.tensor([3, 4]))
+
+
+def test_what_a_tokenizer_returns_is_no_list_of_prompts(device):
+    engine = DecodeEngine(tiny_model("llama", device), max_batch_size=2, codec=Letters())  # by which keys are prompts
+    for encoded in (BatchEncoding({"input_ids": [[3, 4]]}), {"input_ids": [[3, 4]]}):
+        with pytest.raises(RequestError, match=f"got {type(encoded).__name__}; give its input_ids"):
+            engine.generate(encoded, max_new_tokens=3)
 
 
 class Letters:
