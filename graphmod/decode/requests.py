@@ -313,10 +313,13 @@ class RequestReader:
         """The sequences of ids that must not come; of a text, with and without a space before it."""
         found: list[list[int]] = []
         for word in sampling.bad_words:
-            if isinstance(word, str) and word.strip():
+            if isinstance(word, str) and word:
                 codec = self._codec_for("bad_words", word)
                 encode = getattr(codec, "encode_as_is", codec.encode)
-                found += [encode(before + word.lstrip()) for before in ("", " ")]
+                ids = [encode(before + (word.lstrip() or word)) for before in ("", " ")]
+                if not all(ids):
+                    raise RequestError(f"bad_words {word!r} has no tokens of its own; give token ids, or leave it out")
+                found += ids
             else:
                 found.append(self._ids("bad_words", word))
         return [*map(list, dict.fromkeys(map(tuple, found)))]

@@ -269,6 +269,24 @@ def test_bad_words_may_be_texts_with_and_without_a_space_before_them(device):
     assert found.tokens == ids.tokens != plain.tokens and word not in found.text
 
 
+def test_spaces_and_line_breaks_may_be_bad_words(device):
+    class Stripping(ByteCodec):
+        def encode(self, text):
+            return super().encode(text.strip())
+
+    model, prompt, asked = (
+        tiny_model("llama", device),
+        [65, 66, 67],
+        {"allowed_token_ids": [10, 11], "max_new_tokens": 4},
+    )
+    engine = DecodeEngine(model, max_batch_size=1, codec=ByteCodec())
+    (plain,) = engine.generate([prompt], logit_bias={10: 50.0}, **asked)
+    (without,) = engine.generate([prompt], logit_bias={10: 50.0}, bad_words=["\n"], **asked)
+    assert plain.tokens == [10] * 4 and without.tokens == [11] * 4
+    with pytest.raises(RequestError, match=r"bad_words '\\n' has no tokens of its own; give token ids"):
+        DecodeEngine(model, max_batch_size=1, codec=Stripping()).generate([prompt], bad_words=["\n"])
+
+
 def test_stops_of_several_tokens_do_not_count_among_the_least(device):
     model = tiny_model("llama", device, scale=1.5)
     engine, prompt = DecodeEngine(model, max_batch_size=1, codec=ByteCodec()), [65, 66, 67]
