@@ -18,6 +18,7 @@ from torch import nn
 from graphmod import CUDAGraphModule, graph_layers
 from graphmod.trace.recorder import Recorder
 from tests.support.harness import config
+from tests.support.sweeps import sweep
 
 STEPS = 16
 FACTOR = 3.0
@@ -163,7 +164,6 @@ class InNode(Base):
 
 PLACES = {one.__name__: one for one in (InFunction, InHook, AtResult, InModuleHook, InPacked, InNode)}
 WHEN = ("between, once", "between, each step", "between, alternating", "after, once", "never")
-IN_LAYERS = ("between, each step", "between, alternating")  # which those of layers show, too
 
 
 def play(kind, look, change, when, graph):
@@ -215,22 +215,24 @@ def assert_same(eager, graphed):
             assert torch.equal(one, other), step
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(("kind", "when"), [*itertools.product(READS, WHEN), *((kind, "never") for kind in CHANGES)])
+@sweep(pairs=True, kind=READS, place=PLACES, when=WHEN)
 def test_layers_whose_backward_runs_python_give_eagers_numbers(kind, place, when):
-    look, change = READS.get(kind) or (CHANGES[kind], lambda *_: None)
+    look, change = READS[kind]
     eager, _ = play(PLACES[place], look, change, when, twice)
     graphed, model = play(PLACES[place], look, change, when, in_layers)
     assert_same(eager, graphed)
-    if kind in READS and when == "never" and place != "InPacked":
+    if when == "never" and place != "InPacked":
         assert all(one.stats.replays > STEPS for one in model.graphs)
 
 
-@pytest.mark.parametrize(
-    "when", [pytest.param(one, marks=pytest.mark.slow if one in IN_LAYERS else []) for one in WHEN]
-)
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("kind", CHANGES)
+def test_layers_whose_backward_changes_python_give_eagers_numbers(kind, place):
+    eager, _ = play(PLACES[place], CHANGES[kind], None, "never", twice)
+    assert_same(eager, play(PLACES[place], CHANGES[kind], None, "never", in_layers)[0])
+
+
+@sweep(pairs=True, read=READS, place=PLACES, when=WHEN)
 def test_what_only_the_backward_reads_is_compared_before_it_replays(read, place, when):
     look, change = READS[read]
     eager, _ = play(PLACES[place], look, change, when, lambda model: model)

@@ -25,6 +25,7 @@ from graphmod.errors import BackwardUnavailable, EagerPartFailed, VerificationFa
 from graphmod.step.eager_parts import EagerParts
 from tests.support import harness
 from tests.support.harness import Side, loss_of, mlp, play, twins
+from tests.support.sweeps import sweep
 
 config = functools.partial(harness.config, eager_parts=True)
 
@@ -786,9 +787,8 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("first", [3, 8], ids=["captured", "replayed"])
-@pytest.mark.parametrize("keeps", [False, True], ids=["", "gradients kept"])
-@pytest.mark.parametrize("change", CHANGES)
+# The call that is captured is the fourth.
+@sweep(pairs=True, change=CHANGES, keeps=[False, True], first=[3, 8])
 def test_what_a_part_changes_now_and_then_lets_the_rest_run_eagerly(change, keeps, first, device):
     """In the call that is captured, and in replays: no operation and no part of it is made twice, and none is left out.
     An error is raised where the part is called."""
