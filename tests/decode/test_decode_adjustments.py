@@ -134,7 +134,10 @@ def engine_of():
     return functools.cache(lambda device, **sizes: DecodeEngine(tiny_model("llama", device, scale=1.5), **sizes))
 
 
-@pytest.mark.parametrize("drawn", DRAWN)
+# The filtered ones are drawn, too, and with all filters.
+@pytest.mark.parametrize(
+    "drawn", ["greedy", "filtered", *(pytest.param(one, marks=pytest.mark.slow) for one in ("drawn", "min_p"))]
+)
 def test_rows_of_one_batch_get_what_transformers_own_processors_give_each(drawn, device, engine_of):
     prompts = prompts_of(*range(3, 3 + len(CASES)))
     sampling = [asked(case, drawn, seed) for seed, case in enumerate(CASES)]

@@ -5,6 +5,7 @@ import torch
 
 from graphmod.decode import DecodeEngine, Sampling
 from tests.support.decode_models import ARCHITECTURES, VOCABULARY, prompts_of, reference, tiny_model
+from tests.support.sweeps import sweep
 
 RAGGED = [3, 9, 17, 5, 1, 30, 8, 16, 2, 11, 24, 7, 13]  # around blocks of 8
 
@@ -19,8 +20,7 @@ def test_one_prompt_gets_the_tokens_of_generate(architecture, device):
     assert engine.stats.buckets[1].launches > 100 and engine.stats.total("failures") == 0
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("block_size", [8, 64])  # several blocks for each sequence, or one
+@sweep(architecture=ARCHITECTURES, block_size=[8, 64])  # several blocks for each sequence, or one
 def test_ragged_batches_with_joins_and_leaves_get_the_tokens_of_generate(architecture, block_size, device):
     model = tiny_model(architecture, device)
     engine = DecodeEngine(

@@ -10,9 +10,9 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, MixtralConfig, Mixtral
 from graphmod.decode import DecodeEngine, batch_invariant, quantize_weights
 from graphmod.errors import ConfigError
 from tests.support.decode_models import ARCHITECTURES, ROTARY, prompts_of, tiny_model
+from tests.support.sweeps import sweep
 
 LENGTHS, NEW = (3, 17, 20), 5
-DTYPES = [torch.float32, torch.bfloat16]
 
 
 def model_of(architecture, device):
@@ -60,8 +60,7 @@ def of_trainer(model, done, side):
     return [row[begin - 1 : begin - 1 + NEW].tolist() for row, begin in zip(found, begins, strict=True)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "gemma2"])
+@sweep(architecture=[*ARCHITECTURES, "gemma2"], dtype=[torch.float32, torch.bfloat16])
 def test_log_probabilities_are_those_of_a_forward_over_whole_sequences(architecture, dtype, device):
     model = model_of(architecture, device).to(dtype)
     engine = engine_of(model)
@@ -221,7 +220,7 @@ def test_what_a_backward_after_it_computes_again_is_as_it_was(reentrant, llama, 
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize("architecture", [pytest.param("llama", marks=pytest.mark.slow), "qwen3"])
 def test_under_autocast_they_are_those_of_a_forward_under_autocast(architecture, device):
     model = tiny_model(architecture, device)
     engine = engine_of(model)

@@ -9,6 +9,7 @@ from graphmod.decode import DecodeEngine
 from graphmod.decode.sampling import TOP
 from graphmod.decode.types import RequestError, Sampling, events
 from tests.support.decode_models import tiny_model
+from tests.support.sweeps import sweep
 
 
 def own(model, tokens):
@@ -37,8 +38,7 @@ def asked(seed, vocabulary):
     )
 
 
-@pytest.mark.parametrize("settings", [{}, {"graphs": False}, {"prefill_tokens": 16}], ids=["", "eager", "pieces"])
-@pytest.mark.parametrize("attention", ["sdpa", "own"])
+@sweep(settings=[{}, {"graphs": False}, {"prefill_tokens": 16}], attention=["own", "sdpa"])
 def test_they_are_those_of_the_models_own_forward(device, attention, settings):
     model = tiny_model("llama", device)
     engine = DecodeEngine(model, max_batch_size=4, max_seq_len=128, block_size=16, attention=attention, **settings)

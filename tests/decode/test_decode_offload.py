@@ -32,7 +32,10 @@ def tokens_of(engine, prompts, count=24):
     return [done.tokens for done in engine.generate(prompts, max_new_tokens=count)]
 
 
-@pytest.mark.parametrize(("buffers", "resident"), [(1, 0.0), (2, 0.0), (3, 0.25), (1, 0.6), (9, 0.25)])
+@pytest.mark.parametrize(
+    ("buffers", "resident"),
+    [(1, 0.0), (9, 0.25), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((2, 0.0), (3, 0.25), (1, 0.6)))],
+)
 def test_tokens_are_those_of_generate(buffers, resident, device):
     model = tiny_model("llama", device)
     prompts = prompts_of(3, 17, 8, 30, 5, 24)

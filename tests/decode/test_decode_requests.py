@@ -71,7 +71,7 @@ def test_runs_are_told_as_they_come_and_make_up_the_completions(device):
     assert len({tuple(done.tokens) for done in handle.completions}) > 1
 
 
-@pytest.mark.parametrize("turns", [0, 1, 2, 5])
+@pytest.mark.parametrize("turns", [0, 2, *(pytest.param(one, marks=pytest.mark.slow) for one in (1, 5))])
 def test_an_aborted_request_frees_its_blocks_at_once_and_the_others_go_on(turns, device):
     model = tiny_model("llama", device)
     engine = DecodeEngine(model, max_batch_size=2, block_size=8, steps_per_sync=2)

@@ -15,6 +15,7 @@ from graphmod.decode.sampling import MASKED, gumbel, row_keys
 from graphmod.decode.structured import Grammars, fill_masks, mask_words
 from graphmod.text import ByteCodec, TokenizerCodec
 from tests.support.made_tokenizers import KINDS
+from tests.support.sweeps import sweep
 
 llguidance = pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
@@ -126,8 +127,7 @@ def test_answers_of_random_schemas_validate(kind, count, device):
     assert sum(done.finish_reason == "stop" for done in found) > 0.9 * count
 
 
-@pytest.mark.parametrize("kind", ["bytes", "byte_level", "llama_like", "slow_bytes"])
-@pytest.mark.parametrize("temperature", [0.0, 1.2])
+@sweep(kind=["bytes", "byte_level", "llama_like", "slow_bytes"], temperature=[0.0, 1.2])
 def test_tokens_are_the_best_or_drawn_of_those_that_may_come(kind, temperature, device):
     engine = engine_for(kind, device, max_batch_size=4)
     asked = [
