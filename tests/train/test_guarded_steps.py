@@ -11,8 +11,10 @@ from graphmod.train.activations import draws_random_numbers
 from graphmod.train.draws import kept_draws
 from graphmod.train.run import NonFiniteError, train
 from graphmod.train.step import TrainStep, next_token_loss
+from tests.support import train_steps
 from tests.support.harness import config as graph_config
 from tests.support.harness import play, twins
+from tests.support.sweeps import sweep
 from tests.support.train_steps import build, graphs, replays, scopes, stepper
 
 SCOPES = ["none", "per_layer", "full_iteration"]
@@ -40,9 +42,7 @@ def poisoning(settings, bad):
     return step
 
 
-@scopes
-@pytest.mark.parametrize("nonfinite", ["skip", "stop"])
-@pytest.mark.parametrize("clip", [1.0, None])
+@sweep(pairs=True, nonfinite=["skip", "stop"], clip=[1.0, None], scope=train_steps.SCOPES)
 def test_a_step_that_is_not_finite_does_the_same_as_in_eager(nonfinite, clip, scope, device):
     settings = {"nonfinite": nonfinite, "max_grad_norm": clip, "loss_fn": poisoned}
     side, _ = play(build, poisoning(settings, {3, 8, 9}), device, graph=graphs(scope, **settings))
@@ -182,8 +182,7 @@ def test_fp16_trains_with_the_losses_of_eager(on_text, tmp_path, scope):
     assert "3 updates skipped (including overflows of the loss scale)" in graphed.report()
 
 
-@pytest.mark.parametrize("scope", SCOPES)
-@pytest.mark.parametrize("model", ["llama_tiny", "gpt2_tiny"])
+@sweep(scope=SCOPES, model=["llama_tiny", "gpt2_tiny"])
 def test_activation_checkpointing_changes_no_number(on_text, tmp_path, scope, model):
     settings = [f"graph={scope}", f"model={model}", *(["model.dropout=0"] if model == "gpt2_tiny" else [])]
     kept = train(on_text(*settings), tmp_path / "kept")

@@ -15,6 +15,7 @@ from graphmod.train.run import Evaluation
 from graphmod.train.settings import TrainGraphConfig
 from graphmod.train.step import TrainStep
 from tests.support.harness import assert_same, twins
+from tests.support.sweeps import sweep
 from tests.support.train_steps import SCOPES, build, graphs, language_model, replays
 
 CPU = torch.device("cpu")
@@ -207,8 +208,7 @@ def feeder(batch_of, **settings):
     return step
 
 
-@scopes
-@pytest.mark.parametrize("more", [{}, {"nonfinite": "stop", "scale_loss": True}], ids=["plain", "loss scale"])
+@sweep(scope=SCOPES, more=[{}, {"nonfinite": "stop", "scale_loss": True}])
 def test_graphs_compute_eagers_bits(scope, more, device):
     settings = {"loss_fn": padded_next_token_loss, "max_grad_norm": 0.5, **more}
     step = feeder(lambda side, i: PADDED[i].to(side.device), **settings)

@@ -6,13 +6,13 @@ from torch import nn
 
 from graphmod.train.step import TrainStep
 from tests.support.harness import config, play, twins
-from tests.support.train_steps import build, graphs, replays, scopes, stepper
+from tests.support.sweeps import sweep
+from tests.support.train_steps import SCOPES, build, graphs, replays, scopes, stepper
 
 RATES = [0.02 * 0.8**k for k in range(14)]
 
 
-@scopes
-@pytest.mark.parametrize("micro", [1, 3])
+@sweep(micro=[3, 1], scope=SCOPES)
 def test_a_schedule_with_clipping(micro, scope, device):
     settings = {"learning_rates": RATES, "max_grad_norm": 0.5}
     step = stepper(settings, micro=lambda i: micro)
@@ -137,8 +137,14 @@ EAGER = [(loss, 0) for loss in (smoothed, needs_a_criterion, by_position, by_met
 LOSSES = [*EAGER, (smoothed_in_parts, 1), (by_module, 1)]
 
 
-@scopes
-@pytest.mark.parametrize(("loss_fn", "graphed"), LOSSES)
+@pytest.mark.parametrize(
+    ("loss_fn", "graphed", "scope"),
+    [
+        *((*one, "per_layer") for one in LOSSES),  # where a loss may have a graph of its own
+        *((*LOSSES[-1], scope) for scope in SCOPES[1:]),
+        *(pytest.param(*one, scope, marks=pytest.mark.slow) for one in LOSSES[:-1] for scope in SCOPES[1:]),
+    ],
+)
 def test_another_loss_function(loss_fn, graphed, scope, device):
     settings = {"loss_fn": loss_fn}
     expected = replays(scope, loss=graphed)
