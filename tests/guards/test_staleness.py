@@ -66,7 +66,7 @@ def chosen():
     return random.Random(20).sample(list(dict.fromkeys(staleness.cells())), 160)
 
 
-@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("part", [*range(3), *(pytest.param(part, marks=pytest.mark.slow) for part in range(3, 8))])
 def test_no_cell_of_a_sample_is_silent_and_nearly_all_come_from_graphs(part, chosen, device):
     outcomes = {cell: staleness.outcome(cell, device) for cell in chosen[part::8]}
     programs = {cell: found for cell, found in outcomes.items() if found is not None}

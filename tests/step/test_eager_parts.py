@@ -2342,17 +2342,10 @@ def test_outside_of_a_captured_call_it_is_a_call(device):
     assert named.__name__ == "named" and named.__doc__ == "Says so."
 
 
-@settings(max_examples=40, deadline=None)
-@given(data=st.data())
-def test_random_orders_of_graphs_and_parts(data):
-    _random_order(data, torch.device("cpu"))
-
-
-@pytest.mark.gpu
-@settings(max_examples=20, deadline=None)
-@given(data=st.data())
-def test_random_orders_of_graphs_and_parts_on_a_gpu(data):
-    _random_order(data, torch.device("cuda"))
+@pytest.mark.parametrize("count", [15, pytest.param(60, marks=pytest.mark.slow)])
+def test_random_orders_of_graphs_and_parts(count, device):
+    search = settings(max_examples=count, deadline=None)
+    search(given(data=st.data())(lambda data: _random_order(data, device)))()
 
 
 def _random_order(data, device):
