@@ -11,6 +11,7 @@ from graphmod.serve.tools import LIST, ArgumentReader, CallReader, notation_of, 
 from graphmod.text import TokenizerCodec
 from tests.support.made_tokenizers import llama_like
 from tests.support.served import Served, chat_model
+from tests.support.sweeps import sweep
 
 HERMES, MISTRAL = notation_of("<tool_call>"), notation_of("{{ '[TOOL_CALLS]' }}")
 LLAMA = notation_of("{% set environment = 'ipython' %}<|python_tag|>")
@@ -159,8 +160,7 @@ def whole(client, asked):
     return choice.message.content or "", calls, choice.finish_reason
 
 
-@pytest.mark.parametrize("ask", [whole, streamed])
-@pytest.mark.parametrize("special", [False, True])
+@sweep(ask=[whole, streamed], special=[False, True])
 def test_calls_that_the_model_makes_are_told_and_answers_to_them_are_taken(ask, special):
     """Whether or not the marks of calls are special tokens, which texts leave out."""
     text, made = "Ah. <tool_call>{}</tool_call><tool_call>{}</tool_call>".format(*written(ONE, TWO)), words()
