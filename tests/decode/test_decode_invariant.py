@@ -245,7 +245,8 @@ def test_numbers_without_dimensions_or_of_fp64_are_reduced_as_ever(llama, device
         assert none.mean(-1).isnan().all() and (none.logsumexp(-1) == float("-inf")).all()
         found = exact.mean(-1), half.log_softmax(-1)
     torch.testing.assert_close(found[0], exact.mean(-1), rtol=1e-14, atol=0)
-    torch.testing.assert_close(found[1], half.log_softmax(-1), rtol=8e-3, atol=0)
+    # Of which torch's own is off by more than bfloat16 has to be.
+    torch.testing.assert_close(found[1].float(), half.float().log_softmax(-1), rtol=2**-8, atol=0)
 
 
 def test_other_forms_of_products_are_refused(llama, device):
