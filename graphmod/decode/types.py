@@ -81,8 +81,7 @@ class BatchSettings:
 
     Attributes:
         max_batch_size, max_seq_len, block_size, cache_tokens, offload, offload_buffers, offload_resident, attention,
-            steps_per_sync, prefill_tokens: of `EngineConfig`. `attention` is `auto`, `sdpa` or
-            `triton`.
+            steps_per_sync, prefill_tokens: of `EngineConfig`. `attention` is `auto`, `sdpa` or `triton`.
     """
 
     max_batch_size: int = 16
