@@ -173,9 +173,12 @@ class _Capture:
         state = group.backend.random_state()
         # A compiled backward writes over what its forward saved, so that there is only one of it. And nobody sees where
         # it makes its gradients.
-        to_fill = [b is not None and target is None for b, target in zip(self._buffers, self._into, strict=True)]
-        self._again = not graph.graph.seen.ran_compiled and any(to_fill)
-        if not self._again:
+        to_fill = any(b is not None and target is None for b, target in zip(self._buffers, self._into, strict=True))
+        # An eager backward needs what the forward saved where a parameter was changed since, if the capture fails.
+        ticket = None if graph.ticket is None else graph.ticket()
+        changed = ticket is None or bool(ticket.changed())
+        self._again = not graph.graph.seen.ran_compiled and (to_fill or changed)
+        if not (self._again and to_fill):
             self._once(None)
             return
         producers = group.producers.get(shape)
@@ -204,7 +207,8 @@ class _Capture:
         def arrived(position: int, grad: Tensor | None) -> Tensor | None:
             if grad is None:  # a custom function may give a parameter that it reads no gradient
                 return None
-            producer = _follower().producer_of(grad)
+            lazy = grad.is_conj() or grad.is_neg()
+            producer = None if lazy else _follower().producer_of(grad)
             if producer is not None and grad.stride() == graph.direct[position].stride():
                 found[position] = producer
             return instead[position]
@@ -326,6 +330,7 @@ def _own(grad: Tensor, taken: set[int]) -> Tensor:
     """`grad` in memory that nothing else uses; copied only where it is a view, or another gradient too."""
     if grad._is_zerotensor():
         return real(grad)
+    grad = grad.resolve_conj().resolve_neg()  # who gets it sees the memory alone
     if address(grad) in taken or 0 in grad.stride():
         return torch.empty_like(grad).copy_(grad)
     taken.add(address(grad))
@@ -418,12 +423,13 @@ def store(
 
 
 def _dense(parameter: Tensor, grad: Tensor) -> Tensor:
+    """A gradient whose memory holds its values. Raises CaptureRefused where it is sparse."""
     if grad.layout is not torch.strided:
         raise CaptureRefused(
             f"has a sparse gradient for a parameter of shape {tuple(parameter.shape)}, whose size may be another "
             "in each step; use sparse=False, or keep that module out of the graph"
         )
-    return grad
+    return grad if grad._is_zerotensor() else grad.resolve_conj().resolve_neg()
 
 
 def real(tensor: Tensor) -> Tensor:

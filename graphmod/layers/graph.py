@@ -445,7 +445,7 @@ class BackwardGraph:
             addresses.
         written: the buffers of the gradients that the graph overwrites.
         accumulated: those of gradients that it adds to, each with what it adds to: the buffer's memory, or a tensor
-            that the user had put in place.
+            that the user had put in place; targets_at: the addresses of these.
         entry: the signature of its forward.
         parameters, loans: those of `written`; in_pool: whether any lie where its tape has activations.
         claim: asks for the memory of those of `written` that other graphs write, too; None where there are none.
@@ -471,6 +471,7 @@ class BackwardGraph:
     def __post_init__(self) -> None:
         self._any_split = any(map(is_split, self.weights))
         self.weights_at = self._addresses()
+        self.targets_at = [target.data_ptr() for _, target in self.accumulated]
         self.copied = [(i, item.buffer) for i, item in enumerate(self.inputs) if item is not None and item.buffer]
         self.parameters, self.loans = [buffer.parameter for buffer in self.written], Loans(self.written, self.entry)
         self.in_pool = any(buffer.arena is not None for buffer in self.written)
@@ -559,9 +560,11 @@ class BackwardGraph:
         fill, before = [], []  # parameters without a gradient; copies of gradients that the graph is going to overwrite
         add: list[tuple[Tensor, Tensor]] = []
         clear: list[Tensor] = []
-        for buffer, target in (*zip(self.written, _NOTHING, strict=False), *self.accumulated):
+        filled = zip(self.written, _NOTHING, strict=False)
+        added_to = ((buffer, at) for (buffer, _), at in zip(self.accumulated, self.targets_at, strict=True))
+        for buffer, target in (*filled, *added_to):
             grad, memory = buffer.parameter.grad, buffer.memory
-            if target is None or target is memory:
+            if target is None or target == memory.data_ptr():
                 if grad is not None and grad.data_ptr() == memory.data_ptr():
                     if target is None:
                         before.append((grad, grad.clone()))
@@ -574,7 +577,7 @@ class BackwardGraph:
                     fill.append(buffer)
                 else:
                     add.append((grad, memory))
-            elif grad is None or (grad is not target and grad.data_ptr() != target.data_ptr()):
+            elif grad is None or grad.data_ptr() != target:
                 raise GradientsExchanged("gradients that the graph adds to were exchanged")
         if not agrees():
             raise Outvoted

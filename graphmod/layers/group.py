@@ -150,8 +150,9 @@ class Loans:
         return self.free() is not None or all(buffer.evacuate(for_another=True) for buffer in self._buffers)
 
     def held(self) -> bool:
-        """Whether somebody has one of them."""
-        return self.free() is None
+        """Whether somebody has one of them where the graph writes it."""
+        there = (one for one in self._buffers if one.tensor.data_ptr() == one.memory.data_ptr())
+        return any(one.held() or one.parameter.grad is one.tensor for one in there)
 
     def let_go(self) -> None:
         """Nothing to forget: who holds them is counted."""

@@ -25,6 +25,7 @@ from graphmod.signature.flattening import rebuild
 from graphmod.signature.modes import FOREIGN, entered_again
 from graphmod.step.dispatch import agrees
 from graphmod.step.entry import REPLAY
+from graphmod.step.gradients import out_of_pool
 from graphmod.step.log import cause_of
 from graphmod.step.static_inputs import without_history
 from graphmod.torch_private import keeps_graph, will_run
@@ -171,7 +172,10 @@ def _graph_for(ticket: Ticket, grads: tuple[Tensor | None, ...], pending: set[in
             group.share(shared)
             context.drop(tape, why="code outside uses its parameters too")
             return None
+        if any(p.grad is not None for p in graph.direct):
+            group.keeps_gradients = True
         ready = on_tape and tape.at_end and not tape.dropped and _is_as_recorded(graph, grads)
+        ready = ready and all(out_of_pool(p.grad) for p in graph.direct)
         return capture_backward(graph, grads, modes) if ready and agrees(context, entry, Choice.capture) else None
     if known.in_pool and group.keeps_gradients and not tape.dropped:
         context.drop(tape, why="gradients are kept when the next pass begins, for which they need memory of their own")

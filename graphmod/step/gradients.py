@@ -145,6 +145,15 @@ def unheld() -> _Counts:
         return _Counts(alone, _references(buffer), storage_uses(buffer.where))
 
 
+def out_of_pool(grad: Tensor | None) -> bool:
+    """Moves a gradient that lies where graphs have activations, too, to memory of its own, where it stays. False where
+    it cannot be moved."""
+    buffer = None if grad is None or grad.layout is not torch.strided else _lent.get(grad.data_ptr())
+    if buffer is None or buffer.arena is None or buffer.tensor is not grad:
+        return True
+    return buffer.evacuate(for_another=True)
+
+
 def memory_of(grad: Tensor | None) -> Tensor | None:
     """What a capture is to see in the place of a gradient: the memory itself, which stays where it is."""
     buffer = None if grad is None or grad.layout is not torch.strided else _lent.get(grad.data_ptr())

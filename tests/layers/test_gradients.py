@@ -3,6 +3,7 @@ but where eager would."""
 
 import gc
 import importlib
+import random
 import sys
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from torch import nn
 
 from graphmod import CUDAGraphModule, graph_layers, ungraph
-from graphmod.step import gradients
+from graphmod.layers.graph import BackwardGraph
+from graphmod.step import gradients, static_outputs
 from tests.support.harness import config, layered, loss_of, mlp, play, train, twins, two, wrapped
 
 HELD = {
@@ -135,6 +137,126 @@ def test_gradients_among_activations_are_there_for_as_long_as_somebody_wants_the
     among = {graph.backward.in_pool for graph in captured if graph.backward is not None}
     kept = step not in (evaluates_before_the_update, takes_turns, looks_late)
     assert (False in among) is kept
+
+
+@pytest.mark.parametrize("graph", [wrapped, layered])
+def test_gradients_of_which_some_are_kept_are_not_written_over(graph, device):
+    """As of two optimizers with other intervals; graphs of several signatures lie in one pool."""
+
+    def zero(side, everything):
+        for parameter in list(side.model.parameters())[: None if everything else 1]:
+            parameter.grad = None
+
+    def evaluate(side, i):
+        with torch.no_grad():
+            side.note(evaluation=side.call(side.batch(i, 2, 8)))
+
+    def train_on(side, i, rows):
+        loss_of(side.call(side.batch(i, rows, 8, key=rows))).backward()
+        side.note(gradients=[p.grad for p in side.model.parameters()])
+
+    def step(side, i):
+        zero(side, everything=True)
+        if i < 4 or i >= 16:
+            evaluate(side, i)
+        if 4 <= i < 16:
+            train_on(side, i, 4)
+        if 8 <= i < 16:
+            zero(side, everything=False)
+        if i >= 8:
+            train_on(side, i, 6)
+        if i >= 16:
+            zero(side, everything=False)
+            train_on(side, i, 4)
+
+    _, history = play(two, step, device, graph=graph(), steps=24)
+    assert history[-1][1] == history[-3][1], "not replayed"
+
+
+def _random_step(draw):
+    """What one step does: how gradients are zeroed, calls of two lengths, evaluations, and gradients that are kept."""
+    zeroed = draw.choice(["all", "all", "first", "zeros", "late", "none"])
+    calls = []
+    for _ in range(draw.choice([1, 1, 1, 2])):
+        calls += [("evaluate", draw.choice([2, 3]))] * (draw.random() < 0.2) + [("train", draw.choice([4, 4, 4, 6]))]
+    calls += [("evaluate", 2)] * (draw.random() < 0.15)
+    return zeroed, calls, draw.choice(["hold", "drop", *[""] * 5]), draw.random() < 0.8
+
+
+@pytest.mark.parametrize("can_swap", [True, False], ids=["storages can be moved", "before torch 2.13"])
+@pytest.mark.parametrize("graph", [wrapped, layered])
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 80))])
+def test_gradients_in_any_order_of_what_loops_do(seed, graph, can_swap, device, monkeypatch):
+    if can_swap and not gradients.can_swap():
+        pytest.skip("this torch cannot exchange the memory of a storage")
+    if not can_swap:
+        monkeypatch.setattr(static_outputs, "_can_swap", False)
+    draw = random.Random(seed)
+    kinds = [_random_step(draw) for _ in range(4)]
+    steps = [draw.choice(kinds) if draw.random() < 0.2 else kinds[number // 9] for number in range(36)]
+
+    def step(side, i):
+        zeroed, calls, kept, updates = steps[i]
+        parameters, held = list(side.model.parameters()), side.__dict__.setdefault("held", [])
+        side.note(held=list(held))
+        if zeroed in ("all", "zeros"):
+            side.model.zero_grad(set_to_none=zeroed == "all")
+        elif zeroed == "first":
+            parameters[0].grad = None
+        for number, (what, rows) in enumerate(calls):
+            with torch.set_grad_enabled(what == "train"):
+                output = side.call(side.batch(i, rows, 8, key=number))
+            if what == "train":
+                if zeroed == "late":
+                    side.model.zero_grad()
+                loss_of(output).backward()
+            side.note(output=output.detach(), gradients=[p.grad for p in parameters], held=list(held))
+        if kept:
+            held.clear()
+        if kept == "hold":
+            held += [p.grad if place % 2 else p.grad.view(-1)[::2] for place, p in enumerate(parameters)]
+        if updates:
+            side.optimizer.step()
+
+    play(two, step, device, graph=graph(), steps=len(steps))
+
+
+def test_a_gradient_that_is_conjugated_when_it_is_read_has_its_values(device):
+    class Conjugated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 4, dtype=torch.complex64))
+
+        def forward(self, x):
+            return (self.weight.conj() * x).abs()
+
+    def step(side, i):
+        side.model.zero_grad()
+        side.call(side.batch(i, 6, 4)).square().sum().backward()
+        side.note(gradient=side.model.weight.grad.resolve_conj())
+
+    _, history = play(lambda device: Conjugated().to(device), step, device)
+    assert history[-1][0] > history[-4][0], "not replayed"
+
+
+def test_a_capture_that_fails_leaves_a_backward_what_its_forward_saved(device, monkeypatch):
+    """Also where a parameter that the backward does not read was changed since."""
+
+    def fail(graph):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(BackwardGraph, "launch_first", fail)
+
+    def step(side, i):
+        side.model.zero_grad()
+        output = side.call(side.batch(i, 3, 8))
+        with torch.no_grad():
+            side.model.bias.add_(1)
+        output.square().sum().backward()
+        side.note(gradients=[p.grad for p in side.model.parameters()])
+
+    _, history = play(lambda device: nn.Linear(8, 8).to(device), step, device, graph=wrapped(max_failures=2))
+    assert history[-1][3] == 2, "no capture failed"
 
 
 @pytest.mark.gpu
