@@ -13,7 +13,6 @@ from torch import Tensor
 
 from graphmod.layers.context import LayerContext
 from graphmod.layers.graph import LayerGraph
-from graphmod.layers.group import Loans
 from graphmod.signature.call import Flat
 from graphmod.step.arena import Arena
 
@@ -77,10 +76,11 @@ def watch(monkeypatch) -> list[str]:
 
     def began(arena, tape):
         stuck = begin(arena, tape)
-        for loans in (out for one in arena.tapes if one.serial >= tape.serial for out in one.outputs):
-            for buffer in loans._buffers if stuck is None and isinstance(loans, Loans) else ():
-                if buffer.memory.device.type == "cpu" and buffer.memory.is_floating_point():
-                    buffer.memory.fill_(float("nan"))
+        later = [graph for one in arena.tapes if one.serial >= tape.serial for graph in one.owners]
+        backwards = [graph.backward for graph in later if stuck is None and isinstance(graph, LayerGraph)]
+        for buffer in (buffer for known in backwards if known is not None for buffer in known.written):
+            if buffer.arena is arena and buffer.memory.device.type == "cpu" and buffer.memory.is_floating_point():
+                buffer.memory.fill_(float("nan"))
         return stuck
 
     # What it looks at is nothing that a captured backward reads: code of the package's own, for the guards.
