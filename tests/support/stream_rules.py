@@ -6,6 +6,7 @@ On a GPU an AccumulateGrad node belongs to the stream on which it was made. Here
 gradients are NaN as soon as a pass begins that may write over them.
 """
 
+import weakref
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -42,6 +43,7 @@ def mark(tensors: Iterable[Tensor], stream: str) -> None:
 def watch(monkeypatch) -> list[str]:
     """Watches all captures from now on; what breaks the rules is added to the list that it returns."""
     broken: list[str] = []
+    made_by: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
     track, results, find = LayerContext.eager_result, LayerContext.results, LayerGraph._find_parameters
     differentiate, begin = LayerGraph.differentiate, Arena.begin
 
@@ -76,11 +78,15 @@ def watch(monkeypatch) -> list[str]:
 
     def began(arena, tape):
         stuck = begin(arena, tape)
-        later = [graph for one in arena.tapes if one.serial >= tape.serial for graph in one.owners]
-        backwards = [graph.backward for graph in later if stuck is None and isinstance(graph, LayerGraph)]
-        for buffer in (buffer for known in backwards if known is not None for buffer in known.written):
-            if buffer.arena is arena and buffer.memory.device.type == "cpu" and buffer.memory.is_floating_point():
-                buffer.memory.fill_(float("nan"))
+        for one in sorted(arena.tapes, key=lambda one: one.serial):
+            backwards = [graph.backward for graph in one.owners if isinstance(graph, LayerGraph)]
+            for buffer in (buffer for known in backwards if known is not None for buffer in known.written):
+                if buffer.arena is arena:  # the first tape that has it has made it, and no later one uses its memory
+                    made_by.setdefault(buffer, one.serial)
+        for buffer, serial in made_by.items() if stuck is None else ():
+            memory = buffer.memory
+            if buffer.arena is arena and serial >= tape.serial and memory.is_floating_point() and not memory.is_cuda:
+                memory.fill_(float("nan"))
         return stuck
 
     # What it looks at is nothing that a captured backward reads: code of the package's own, for the guards.
