@@ -107,6 +107,8 @@ class DecodeEngine:
         **settings: Any,
     ) -> None:
         require_causal_lm(model)
+        if codec is not None and not (hasattr(codec, "encode") and hasattr(codec, "decode")):
+            raise ConfigError(f"codec must have encode(text) and decode(tokens), got a {type(codec).__name__}")
         config = dataclasses.replace(config or EngineConfig(), **settings)
         self.model, self.config, self.device = model, config, model.device
         text = model.config.get_text_config()

@@ -220,11 +220,14 @@ class RequestReader:
                     f"prompt {number} is a tensor of shape {tuple(prompt.shape)}; give each row as a prompt of its own"
                 )
             prompt = prompt.flatten().tolist()
+        kind = type(prompt).__name__
+        if isinstance(prompt, Mapping):  # what a tokenizer returns, of which a list has the keys alone
+            raise RequestError(f"prompt {number} must be token ids or a text, got {kind}; give its input_ids")
         try:
             found = list(prompt)
         except TypeError:
-            kind = type(prompt).__name__
-            raise RequestError(f"prompt {number} must be token ids or a text, got {kind}") from None
+            alone = "; write [prompt]" if isinstance(prompt, Integral) else ""
+            raise RequestError(f"prompt {number} must be token ids or a text, got {kind}{alone}") from None
         if not found:
             raise RequestError(f"prompt {number} is empty; write some text, or give a token such as that of the start")
         if len(found) >= self.max_seq_len:
@@ -344,7 +347,7 @@ class RequestReader:
             raise RequestError("prompts must be a list of prompts, got one text; write [prompt]")
         if isinstance(prompts, torch.Tensor) and prompts.dim() == 1:
             raise RequestError("prompts must be a list of prompts, got one tensor of token ids; write [prompt]")
-        if isinstance(prompts, Mapping):  # what a tokenizer returns, of which a list has the keys alone
+        if isinstance(prompts, Mapping):
             raise RequestError(
                 f"prompts must be a list of prompts, got {type(prompts).__name__}; give its input_ids, without padding"
             )

@@ -287,6 +287,12 @@ def test_what_a_tokenizer_returns_is_no_list_of_prompts(device):
     for encoded in (BatchEncoding({"input_ids": [[3, 4]]}), {"input_ids": [[3, 4]]}):
         with pytest.raises(RequestError, match=f"got {type(encoded).__name__}; give its input_ids"):
             engine.generate(encoded, max_new_tokens=3)
+        with pytest.raises(RequestError, match=f"prompt 0 .* got {type(encoded).__name__}; give its input_ids"):
+            engine.generate([encoded], max_new_tokens=3)
+    with pytest.raises(RequestError, match=r"prompt 0 .* got int; write \[prompt\]"):
+        engine.generate([3, 4], max_new_tokens=3)
+    with pytest.raises(ConfigError, match=r"codec must have encode.text. and decode.tokens., got a str"):
+        DecodeEngine(tiny_model("llama", device), codec="letters")
 
 
 class Letters:
