@@ -153,7 +153,7 @@ class _Capture:
         """Whether gradients may lie in the pool, where activations were: each pass begins without them."""
         graph = self._graph
         alone = graph.context.agreement is None and not graph.entry.copies_out
-        return alone and not self._group.keeps_gradients and all(p.grad is None for p in graph.direct)
+        return alone and not self._group.keeps_gradients
 
     def discard(self) -> None:
         """Undoes what the last run changed."""
@@ -177,8 +177,9 @@ class _Capture:
         # An eager backward needs what the forward saved where a parameter was changed since, if the capture fails.
         ticket = None if graph.ticket is None else graph.ticket()
         changed = ticket is None or bool(ticket.changed())
-        self._again = not graph.graph.seen.ran_compiled and (to_fill or changed)
-        if not (self._again and to_fill):
+        compiled = graph.graph.seen.ran_compiled
+        self._again = not compiled and (to_fill or changed)
+        if compiled or not to_fill:
             self._once(None)
             return
         producers = group.producers.get(shape)

@@ -40,7 +40,7 @@ class LayerGroup(Group):
         producers: which operations make gradients, by the shape of a capture.
         facts: what is known of the gradients that the coming backward meets, until one comes.
         found_fresh: whether the last pass found gradients to be None.
-        keeps_gradients: whether gradients were ever there when a pass began.
+        keeps_gradients: whether gradients were ever there when a pass began, or a backward was to be captured.
     """
 
     def __init__(self) -> None:
