@@ -17,10 +17,12 @@ from graphmod.train.settings import RunConfig
 WON, LOST = 0, 3
 
 
-def _be_quiet() -> None:
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
+def _say_in(said: Path) -> None:
+    """What the process says is appended to the file, for the message of a test that fails."""
+    file = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a copied process cannot use CUDA, and optimizers ask it where it is there
     torch.set_num_threads(1)
     tqdm.set_lock(threading.RLock())  # else it makes semaphores, which stay when the process is killed
 
@@ -47,9 +49,9 @@ def start_at_once(folder: Path, barrier) -> None:
         sys.exit(LOST)
 
 
-def train_until_renamed(config: RunConfig, target: Path) -> None:
+def train_until_renamed(config: RunConfig, target: Path, said: Path) -> None:
     """Exits with LOST when the checkpoint `target` is whole and about to get its name, which an earlier one had."""
-    _be_quiet()
+    _say_in(said)
     original = os.replace
 
     def replace(source, name):
@@ -61,9 +63,9 @@ def train_until_renamed(config: RunConfig, target: Path) -> None:
     train(config, target.parent.parent)
 
 
-def train_or_lose(config: RunConfig, folder: Path) -> None:
+def train_or_lose(config: RunConfig, folder: Path, said: Path) -> None:
     """Exits with WON when the run is finished, with LOST when another process is at it."""
-    _be_quiet()
+    _say_in(said)
     ownership._PATIENCE_S = 0.05
     try:
         train(config, folder)

@@ -125,10 +125,11 @@ def test_a_checkpoint_that_is_replaced_is_never_missing(on_text, tmp_path, monke
     (folder / "model.safetensors").write_bytes(b"damaged")
     config = on_text(f"train.resume={tmp_path}")
     if killed:
-        process = COPIES.Process(target=train_until_renamed, args=(config, folder))
+        said = tmp_path / "said"
+        process = COPIES.Process(target=train_until_renamed, args=(config, folder, said))
         process.start()
         process.join()
-        assert process.exitcode == LOST and not folder.exists(), "it was not ended between the two"
+        assert process.exitcode == LOST and not folder.exists(), said.read_text()
     else:
         original = os.replace
 

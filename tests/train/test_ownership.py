@@ -90,14 +90,14 @@ def test_of_several_processes_that_start_at_once_one_gets_the_folder(tmp_path):
 def test_two_processes_that_fight_for_a_run_and_are_killed_at_any_moment_lose_and_mix_nothing(on_text, tmp_path):
     settings = [*DROPOUT, "graph=none", "train.steps=60", "train.checkpoint_every=1"]
     whole = train(on_text(*settings, "train.checkpoint=false"), tmp_path / "whole")
-    config, run = on_text(*settings, "train.resume=auto"), tmp_path / "run"
+    config, run, said = on_text(*settings, "train.resume=auto"), tmp_path / "run", tmp_path / "said"
     kills, refused, furthest, deadline = 0, 0, 0, time.monotonic() + 120
     alive = []
     try:
         while (fighting := kills < 20 or not refused) or alive:
             assert time.monotonic() < deadline, "they never met" if not refused else "they never ended"
             while fighting and len(alive) < 2:
-                alive.append(COPIES.Process(target=train_or_lose, args=(config, run)))
+                alive.append(COPIES.Process(target=train_or_lose, args=(config, run, said)))
                 alive[-1].start()
             time.sleep(random.uniform(0, 0.4))
             if fighting:
@@ -105,7 +105,7 @@ def test_two_processes_that_fight_for_a_run_and_are_killed_at_any_moment_lose_an
                 kills += 1
             for process in [process for process in alive if not fighting or not process.is_alive()]:
                 process.join()
-                assert process.exitcode in (WON, LOST, -signal.SIGKILL)
+                assert process.exitcode in (WON, LOST, -signal.SIGKILL), said.read_text()
                 refused += process.exitcode == LOST
                 alive.remove(process)
             done = [int(path.name[5:]) for path in checkpoints(run / CHECKPOINTS)]
