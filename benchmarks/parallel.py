@@ -12,8 +12,7 @@ graphs of these layers (`fsdp_layers`, `tp_layers`). `one_gpu_compiled` and `tra
 `TrainStep` with `compile="default"` on one GPU and on all. `fsdp_bf16` is the same with layers collected in bfloat16
 and gradients added up in float32, `fsdp_whole` without giving layers back after their forward, each of them with
 `_eager` or `_layers`. Where they are asked for, a mixture of 64 experts of the shape, in `TrainStep`: shared out over
-the ranks (`experts`, `experts_eager`), or whole on each of them (`experts_whole`); `reruns` counts the steps that ran
-again because an expert had no room for all its tokens. `reserved` is the peak of memory since the process began,
+the ranks (`experts`, `experts_eager`) with room for all tokens, or whole on each of them (`experts_whole`). `reserved` is the peak of memory since the process began,
 `of steps` that of the timed steps alone.
 """
 
@@ -117,7 +116,7 @@ def _experts(mode: str, shape: dict[str, int]) -> tuple[Any, list[Any]]:
     with torch.device("cuda"):
         model = use_static_causal_attention(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
     if mode != "experts_whole":
-        split_experts(model)
+        split_experts(model, capacity_factor=distributed.get_world_size())  # with which no step ever runs again
     step = TrainStep(
         model,
         build_optimizer(model, OptimConfig(learning_rate=1e-4), torch.device("cuda")),
