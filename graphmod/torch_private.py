@@ -16,6 +16,7 @@ import ctypes
 import functools
 import importlib
 import inspect
+import os
 import sys
 import threading
 import types
@@ -166,6 +167,9 @@ end_allocation_to_pool: Any = getattr(_C, "_cuda_endAllocateToPool", None)
 IS_CAPTURING = _C, "_cuda_isCurrentStreamCapturing"
 IS_CAPTURING_TOO = torch.cuda.graphs, IS_CAPTURING[1]
 flash_attention: Any = getattr(torch.ops.aten, "_flash_attention_forward", None)
+_allocator_settings: Any = getattr(_C, "_accelerator_getAllocatorSettings", None)  # not before torch 2.12
+_set_allocator_settings: Any = getattr(_C, "_accelerator_setAllocatorSettings", None)
+_GROWING = "expandable_segments"
 
 # -- what is imported when it is needed --------------------------------------------------------------------------------
 DYNAMO, INDUCTOR, FUNCTORCH = "torch._dynamo", "torch._inductor", "torch._functorch"
@@ -579,6 +583,29 @@ def settle_attention_order(device: torch.device) -> None:
     with contextlib.suppress(Exception), without_modes(), torch.no_grad():
         query = torch.empty(1, 1, 8, 64, dtype=torch.float16, device=device)
         torch._fused_sdp_choice(query, query, query)
+
+
+@contextlib.contextmanager
+def growing_segments() -> Iterator[None]:
+    """Inside, memory is reserved from the GPU's driver in segments that grow (`expandable_segments` of
+    PYTORCH_ALLOC_CONF), unless the user has said whether it is to be.
+
+    Otherwise what was freed serves nothing larger: gradients would not fit where activations were.
+    """
+    if _allocator_settings is not None:
+        before = _allocator_settings()
+    else:
+        before = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    # Of all allocators only PyTorch's own has segments.
+    if _set_allocator_settings is None or _GROWING in before or "cudaMallocAsync" in before:
+        yield
+        return
+    _set_allocator_settings(f"{before},{_GROWING}:True" if before else f"{_GROWING}:True")
+    try:
+        yield
+    finally:
+        _set_allocator_settings(f"{_GROWING}:False")
+        _set_allocator_settings(before)  # which does not say so
 
 
 @functools.cache

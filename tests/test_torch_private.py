@@ -261,3 +261,56 @@ def test_a_value_of_a_thread_keeps_its_references():
         assert torch_private.in_thread("test") is value
     torch_private.put_in_thread("test", None)
     assert sys.getrefcount(value) == before
+
+
+@pytest.fixture
+def allocator():
+    """What the settings of the caching allocator are, and what sets them; they are afterwards as before."""
+    settings = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if settings is None:
+        pytest.skip("before torch 2.12 nobody tells what they are")
+    before, change = settings(), torch._C._accelerator_setAllocatorSettings
+    yield settings, change
+    change("expandable_segments:False")
+    change(before)
+
+
+@pytest.mark.parametrize("before", ["", "max_split_size_mb:64"])
+def test_segments_grow_inside_alone(allocator, before):
+    settings, change = allocator
+    change(before)
+    with torch_private.growing_segments():
+        assert before in settings() and "expandable_segments:True" in settings()
+        with torch_private.growing_segments():
+            pass
+        assert "expandable_segments:True" in settings()
+    assert settings() == before
+
+
+@pytest.mark.parametrize("before", ["expandable_segments:False", "max_split_size_mb:64,expandable_segments:True"])
+def test_segments_are_as_the_user_says(allocator, before):
+    settings, change = allocator
+    change(before)
+    with torch_private.growing_segments():
+        assert settings() == before
+
+
+@pytest.mark.parametrize("before", ["backend:cudaMallocAsync", "max_split_size_mb:64, backend: cudaMallocAsync"])
+def test_an_allocator_without_segments_is_left_alone(monkeypatch, before):
+    monkeypatch.setattr(torch_private, "_allocator_settings", lambda: before)
+    monkeypatch.setattr(torch_private, "_set_allocator_settings", lambda _: pytest.fail("it was changed"))
+    with torch_private.growing_segments():
+        pass
+
+
+@pytest.mark.parametrize(("variable", "grows"), [("PYTORCH_ALLOC_CONF", False), ("SOMETHING_ELSE", True)])
+def test_where_pytorch_does_not_tell_its_settings_the_environment_does(monkeypatch, variable, grows):
+    told = []
+    monkeypatch.setattr(torch_private, "_allocator_settings", None)
+    monkeypatch.setattr(torch_private, "_set_allocator_settings", told.append)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.setenv(variable, "expandable_segments:False")
+    with torch_private.growing_segments():
+        assert told == ["expandable_segments:True"] * grows
+    assert told == ["expandable_segments:True", "expandable_segments:False", ""][: 3 * grows]

@@ -31,6 +31,7 @@ from graphmod.torch_private import (
     TorchDispatchMode,
     current_node,
     end_allocation_to_pool,
+    growing_segments,
     is_traceable_wrapper_subclass,
     settle_attention_order,
 )
@@ -214,6 +215,7 @@ class CudaBackend:
         segments: list[list[Callable[[], None]]] = []
         thread = threading.get_ident()
         spare: list[tuple[torch.Generator, Any]] = []
+        growing = contextlib.ExitStack()  # not in eager parts, whose memory would serve nobody else afterwards
 
         def keep() -> None:
             """Keeps where the generators are, for a capture that fails."""
@@ -267,11 +269,13 @@ class CudaBackend:
 
             def pause(self) -> None:
                 launches = end()
+                growing.close()
                 torch.cuda.set_stream(caller)
                 _do_all(launches)
 
             def resume(self, memory: Iterable[Tensor]) -> None:
                 keep()
+                growing.enter_context(growing_segments())
                 torch.cuda.set_stream(backend.stream)
                 backend._begin(graphs, pool, generators, caller)
 
@@ -313,7 +317,8 @@ class CudaBackend:
                 raise
             return result
 
-        with capturing(), on_this_thread(False), torch.cuda.stream(self.stream):
+        with capturing(), growing, on_this_thread(False), torch.cuda.stream(self.stream):
+            growing.enter_context(growing_segments())
             result = within(no_garbage_collection(), call=capture)
         pool.grew(torch.cuda.memory_reserved(self.device) - reserved)
         return CudaCapture(held, segments, recorder.finish()), result
