@@ -266,12 +266,14 @@ class Check:
         gpu: index of the GPU on which CUDA captures: then "device" tensors are those there. None under emulation: then
             they are all but those made inside from constants alone, which are host data.
         origins: where the values of tensors come from.
+        in_backward: whether the call is one function that an eager backward calls. What its forward saved may lie on
+            the host there and on the GPU in a capture, as attention's seed and offset; so that is left to the capture.
     """
 
-    def __init__(self, gpu: int | None, origins: Origins) -> None:
+    def __init__(self, gpu: int | None, origins: Origins, in_backward: bool = False) -> None:
         self.on_gpu = gpu is not None
         self._index = -1 if gpu is None else gpu  # as of `Tensor.get_device`
-        self._origins = origins
+        self._origins, self._in_backward = origins, in_backward
 
     def read(self, tensors: list[Tensor]) -> Reason | None:
         """Why these may not be read on the host; None where nobody would notice."""
@@ -342,7 +344,7 @@ class Check:
             return None
         if code.has_graphs:
             return _OWN_GRAPHS
-        return None if self._constant(self._on_host(given)) else _ON_HOST
+        return None if self._in_backward or self._constant(self._on_host(given)) else _ON_HOST
 
     def result_reason(self, results: list[Tensor]) -> Reason | None:
         """Why a graph cannot hold these results of an operation."""
@@ -401,7 +403,7 @@ class Check:
             return Reason("computes on the host, which a replay would not", "keep it on the GPU")
         if cuda and any(tensor.dim() for tensor in host):
             return _FROM_LIST
-        if cuda and not self._constant(host):
+        if cuda and not (self._in_backward or self._constant(host)):
             return Reason("uses the value of a host tensor, which a graph would freeze", "keep it on the GPU")
         return None
 

@@ -275,7 +275,7 @@ class Recorder:
         self._origins = Origins()
         if host_draws is not None:
             host_draws.follow(self._origins)
-        self._check = Check(gpu, self._origins)
+        self._check = Check(gpu, self._origins, in_backward)
         self._draws: Draws | None = None
         self._touched_state: Lines | None = None
         self.reads_on_host = False

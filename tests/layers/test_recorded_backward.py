@@ -691,3 +691,53 @@ def test_after_an_error_in_the_backward_of_a_recorded_call_that_of_the_next_is_r
             loss.backward()
         assert (called.stats.captures > 0) is (step > WARMUP), step
     assert called.stats.replays
+
+
+class Attends(torch.autograd.Function):
+    """Attention that saves what it gets for its backward: seed and offset of its dropout lie on the host then, but in
+    a capture."""
+
+    @staticmethod
+    def forward(ctx, q):
+        found = torch.ops.aten._scaled_dot_product_efficient_attention(q, q, q, None, True)
+        ctx.save_for_backward(q, *found)
+        return found[0]
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, *found = ctx.saved_tensors
+        kernel = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+        return sum(kernel(grad, q, q, q, None, *found, 0.0, [True, True, True, False])[:3])
+
+
+class Weighs(torch.autograd.Function):
+    """Multiplies by a number on the host, which it saves for its backward."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.save_for_backward(factor)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2 * ctx.saved_tensors[0], None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("function", "captured"), [(Attends.apply, True), (lambda x: Weighs.apply(x, torch.tensor(1.0)), False)]
+)
+def test_what_lies_on_the_host_in_an_eager_backward_is_looked_at_where_it_is_captured(function, captured):
+    torch.manual_seed(0)
+    layer = nn.Linear(16, 16, device="cuda")
+    wrapper = CUDAGraphModule(lambda x: function(layer(x)), config())
+    for step in range(STEPS):
+        x = torch.randn(1, 2, 8, 16, device="cuda")
+        grads = []
+        for call in (wrapper, lambda x: function(layer(x))):
+            layer.zero_grad()
+            call(x).square().sum().backward()
+            grads.append(layer.weight.grad.clone())
+        assert torch.equal(*grads), step
+    assert (wrapper.stats.state == "captured") == captured, wrapper.last_failure
+    assert ("host" in wrapper.last_failure) != captured
