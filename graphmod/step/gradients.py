@@ -93,14 +93,14 @@ class GradientBuffer:
         elsewhere = elsewhere or (self._part is not None and part(self.tensor) is not self._part)
         if not elsewhere and not (self.held() or (for_another and self.parameter.grad is self.tensor)):
             return True
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # a replay in inference mode may be what writes there
             if can_swap():
                 swap_for_copy(self._storage, self.memory.device)
             elif self._part is not None or storage_uses(self.where) > unheld().uses - elsewhere:
                 return False
             elif not elsewhere:
                 self.tensor.data = self.tensor.detach().clone()
-        self._lend()
+            self._lend()
         return True
 
     def copy(self) -> Tensor:

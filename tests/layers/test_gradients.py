@@ -142,6 +142,26 @@ def test_gradients_among_activations_are_there_for_as_long_as_somebody_wants_the
 
 
 @pytest.mark.parametrize("graph", [wrapped, layered])
+def test_gradients_after_an_evaluation_in_inference_mode_may_be_changed_in_place(graph, device):
+    """It moves those that are there to a copy, and what takes their place is no tensor of that mode."""
+
+    def evaluate(side, i, key):
+        with torch.inference_mode():
+            side.note(evaluation=side.call(side.batch(i, 4, 8, key=key)).clone())
+
+    def step(side, i):
+        side.model.zero_grad()
+        evaluate(side, i, key=1)
+        loss_of(side.call(side.batch(i, 4, 8))).backward()
+        evaluate(side, i, key=2)
+        side.note(norm=nn.utils.clip_grad_norm_(side.model.parameters(), 0.01))
+        side.optimizer.step()
+
+    _, history = play(two, step, device, graph=graph())
+    assert history[-1][0] > history[-4][0] and history[-1][1] == history[-4][1], "not replayed"
+
+
+@pytest.mark.parametrize("graph", [wrapped, layered])
 def test_gradients_of_which_some_are_kept_are_not_written_over(graph, device):
     """As of two optimizers with other intervals; graphs of several signatures lie in one pool."""
 
