@@ -376,11 +376,16 @@ def buffers_for(
                 buffer = GradientBuffer(parameter, group.passing.memory_for(parameter, taken))
                 buffer.passing = together[id(parameter)]
             taken.add(buffer.memory.data_ptr())
-        elif buffer is None or (parameter.grad is not buffer.tensor and not buffer.evacuate()):
+        elif buffer is None or not (_lies_in(parameter.grad, buffer) or buffer.evacuate()):
             buffer = GradientBuffer(parameter, torch.empty_like(parameter, requires_grad=False))
         group.gradients[id(parameter)] = buffer
         buffers.append(buffer)
     return buffers
+
+
+def _lies_in(grad: Tensor | None, buffer: GradientBuffer) -> bool:
+    """Whether a gradient is that of a buffer, and nobody has given it other memory: the buffer's may be another's."""
+    return grad is buffer.tensor and buffer.tensor.data_ptr() == buffer.memory.data_ptr()
 
 
 def store(

@@ -195,6 +195,26 @@ def test_gradients_of_which_some_are_kept_are_not_written_over(graph, device):
     assert history[-1][1] == history[-3][1], "not replayed"
 
 
+@pytest.mark.parametrize("graph", [wrapped, layered])
+def test_gradients_that_have_exchanged_their_memory_are_not_written_over(graph, device):
+    def step(side, i):
+        if i != 5:
+            side.model.zero_grad()
+        for key in range(3 if i in (0, 5) else 1):
+            loss_of(side.call(side.batch(i, 4, 8, key=key))).backward()
+            side.note(gradients=[p.grad for p in side.model.parameters()])
+        if i == 4:
+            first, second = (layer[0].weight.grad for layer in side.model.layers)
+            first.data, second.data = second.data, first.data
+
+    def squares(device):
+        model = two(device)
+        model.layers[0] = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        return model.to(device)
+
+    play(squares, step, device, graph=graph(), steps=8)
+
+
 def _random_step(draw):
     """What one step does: how gradients are zeroed, calls of two lengths, evaluations, and gradients that are kept."""
     zeroed = draw.choice(["all", "all", "first", "zeros", "late", "none"])
