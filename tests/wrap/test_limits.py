@@ -278,3 +278,26 @@ def test_a_call_without_a_graph_in_the_backward_of_replayed_ones_has_the_last_bi
         return found
 
     assert all(map(torch.equal, gradients(False), gradients(True)))
+
+
+def test_training_without_a_cache_has_the_bits_of_eager_without_one(device):
+    """And those of eager with one, but for the last: keys and values lie otherwise in memory."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
+
+    def gradients(graph, **how):
+        torch.manual_seed(0)
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).to(device).train()
+        if graph:
+            graph_layers(model, config())
+        found = []
+        for _ in range(4):
+            tokens = torch.randint(0, 32, (2, 9), device=device)
+            model.zero_grad()
+            model(input_ids=tokens, labels=tokens, **how).loss.backward()
+            found += [parameter.grad.clone() for parameter in model.parameters()]
+        return found
+
+    graphed, without, default = gradients(True), gradients(False, use_cache=False), gradients(False)
+    assert all(map(torch.equal, graphed, without))
+    torch.testing.assert_close(graphed, default)
