@@ -348,12 +348,24 @@ def recompute(
         sums[parameter] = grad if earlier is None else earlier if grad is None else earlier + grad
     stash.update({id(p): grad.clone() for p, grad in sums.items() if grad is not None and id(p) in pending})
     ticket.of_witness = None if late is None or id(late) in stash else sums.pop(late, None)
+    _tell_of_parts(graph, [p for p in sums if p is not graph.witness and id(p) not in stash])
     with graph.group.backend.in_turn():
         _deliver([(p, grad) for p, grad in sums.items() if id(p) not in stash])
     context.counters.eager_calls += 1
     if graph.summed and ticket.node is not None:
         compare_sums(graph, ticket.node(), graph.summed, through)
     return through
+
+
+def _tell_of_parts(graph: LayerGraph, parameters: list[Tensor]) -> None:
+    """Gradient hooks that have come since the forward run for each part of a gradient to which eager code adds, too."""
+    if any(has_gradient_hooks(p) and p.requires_grad and will_run(_accumulator(p)) for p in parameters):
+        graph.context.log_once(
+            f"{graph.context.name!r}: a gradient hook came to a parameter after this call, and code without a graph "
+            "uses the parameter in the same backward. This once the hook runs for each part of the gradient, where "
+            "eager runs it for their sum; put hooks on parameters before the first call of a step",
+            key="hook between calls",
+        )
 
 
 def _deliver(direct: list[tuple[Tensor, Tensor | None]]) -> None:

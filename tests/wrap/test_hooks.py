@@ -317,3 +317,28 @@ def test_a_parameter_hook_and_a_backward_inside_one_graph(warmup_steps, device):
 
     side, _ = play(mlp, step, device, graph=graph, steps=10)
     assert side.run.stats.failures == 0 and side.run.stats.replays >= 5
+
+
+def test_a_hook_that_comes_between_two_calls_of_one_backward_is_told_of(device, caplog):
+    """The first is replayed without it, the second is eager: each has a part of the gradient."""
+    layer = nn.Linear(4, 4).to(device)
+    call, seen = CUDAGraphModule(layer, config()), []
+
+    def loss(value):
+        return call(torch.full((2, 4), value, device=device)).square().mean()
+
+    for _ in range(3):
+        layer.zero_grad()
+        loss(1.0).backward()
+    layer.zero_grad()
+    before = loss(1.0)
+    layer.bias.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    (before + loss(2.0)).backward()
+    assert torch.equal(seen[-1], layer.bias.grad)
+    assert len(seen) == 2 and "put hooks on parameters before the first call" in caplog.text
+    caplog.clear()
+    for _ in range(6):
+        layer.zero_grad()
+        seen.clear()
+        (loss(1.0) + loss(2.0)).backward()
+        assert len(seen) == 1 and "put hooks" not in caplog.text
