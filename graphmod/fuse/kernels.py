@@ -9,7 +9,6 @@ before it. What comes before a step has ended when the step begins, since a grap
 """
 
 import functools
-from typing import Any
 
 import torch
 import triton
@@ -266,27 +265,44 @@ def _multiply_batch(
     PREFETCHED: tl.constexpr,
     GATED: tl.constexpr,
     SCALED: tl.constexpr,
+    LEFT: tl.constexpr,
 ):
     """Each program makes OUT columns of one result, for all rows, of a part of the features. Gated, it makes half as
-    many columns of the first two weights, and of these one."""
+    many columns of the first two weights, and of these one.
+
+    LEFT: whether the input is the left factor. Tensor cores then take weights from registers, where they are converted.
+    """
     program, part = tl.program_id(0), tl.program_id(1)
     each: tl.constexpr = FEATURES // PARTS
-    weight, out, width, first_column = place(
-        program, first_weight, second_weight, third_weight, first_out, second_out, third_out, FIRST, SECOND, THIRD, OUT
-    )
-    row, depth = tl.arange(0, ROWS), tl.arange(0, DEPTH)
-    lane = tl.arange(0, OUT)
+    row, depth, lane = tl.arange(0, ROWS), tl.arange(0, DEPTH), tl.arange(0, OUT)
     if GATED:
-        # Eight of the one weight and eight of the other in turn: so a thread that holds a number of the one also holds
-        # that of the other (PTX ISA, "Register Fragments for wgmma").
-        column = program * (OUT // 2) + lane // 16 * 8 + lane % 8
-        weight = tl.where(lane // 8 % 2 == 0, first_weight, second_weight)[:, None]
+        # Columns of the one weight and of the other in turn, so that a thread that holds a number of the one also holds
+        # that of the other: eight of each where the weight is the left factor (PTX ISA, "Register Fragments for
+        # wgmma").
+        run: tl.constexpr = 1 if LEFT else 8
+        first = lane // run % 2 == 0
+        out, width = first_out, FIRST
+        column = program * (OUT // 2) + lane // (2 * run) * run + lane % run
+        weight = tl.where(first, first_weight, second_weight)[:, None]
     else:
-        column = first_column + lane
+        weight, out, width, column = place(
+            program,
+            first_weight,
+            second_weight,
+            third_weight,
+            first_out,
+            second_out,
+            third_out,
+            FIRST,
+            SECOND,
+            THIRD,
+            OUT,
+        )
+        column += lane
     begin = weight + column[:, None].to(tl.int64) * FEATURES + part * each
     if SCALED:
         if GATED:
-            scale = tl.where(lane // 8 % 2 == 0, first_scale, second_scale)
+            scale = tl.where(first, first_scale, second_scale)
         else:
             scale, _, _, _ = place(
                 program,
@@ -309,96 +325,34 @@ def _multiply_batch(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     weights = begin + depth[None, :]
-    inputs = x + row[None, :] * FEATURES + part * each + depth[:, None]
-    total = tl.zeros((OUT, ROWS), tl.float32)
-    for start in tl.range(0, each, DEPTH, num_stages=STAGES):
-        taken = tl.load(inputs + start, mask=there[None, :], other=0.0)
-        total = tl.dot(_widened(tl.load(weights + start), taken.dtype), taken, total)
-    if SCALED:
-        total *= factor[:, None]
-    if GATED:
-        pairs = tl.permute(tl.reshape(total, (OUT // 16, 2, 8, ROWS)), (0, 2, 3, 1))
-        opened, given = tl.split(pairs)
-        total = tl.reshape(opened / (1 + tl.exp(-opened)) * given, (OUT // 2, ROWS))
-        column = program * (OUT // 2) + tl.arange(0, OUT // 2)
-    result = total.to(out.dtype.element_ty)
-    tl.store(out + (part * rows + row)[None, :] * width + column[:, None], result, mask=there[None, :])
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _multiply_left(
-    x,
-    first_weight,
-    second_weight,
-    third_weight,
-    first_scale,
-    second_scale,
-    third_scale,
-    first_out,
-    second_out,
-    third_out,
-    rows,
-    FEATURES: tl.constexpr,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
-    THIRD: tl.constexpr,
-    PARTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUT: tl.constexpr,
-    DEPTH: tl.constexpr,
-    STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
-    PREFETCHED: tl.constexpr,
-    GATED: tl.constexpr,
-):
-    """As `_multiply_batch`, but the input is the left factor: tensor cores then take weights from registers, where they
-    are converted."""
-    program, part = tl.program_id(0), tl.program_id(1)
-    each: tl.constexpr = FEATURES // PARTS
-    row, depth, lane = tl.arange(0, ROWS), tl.arange(0, DEPTH), tl.arange(0, OUT)
-    if GATED:  # one of the one weight and one of the other in turn, which a thread holds both
-        out, width = first_out, FIRST
-        column = program * (OUT // 2) + lane // 2
-        weight = tl.where(lane % 2 == 0, first_weight, second_weight)[:, None]
-        scale = tl.where(lane % 2 == 0, first_scale, second_scale)
+    if LEFT:
+        inputs = x + row[:, None] * FEATURES + part * each + depth[None, :]
+        total = tl.zeros((ROWS, OUT), tl.float32)
+        for start in tl.range(0, each, DEPTH, num_stages=STAGES):
+            taken = tl.load(inputs + start, mask=there[:, None], other=0.0)
+            total = tl.dot(taken, tl.trans(_widened(tl.load(weights + start), taken.dtype)), total)
+        if SCALED:
+            total *= factor[None, :]
+        if GATED:
+            opened, given = tl.split(tl.reshape(total, (ROWS, OUT // 2, 2)))
+            total = opened / (1 + tl.exp(-opened)) * given
+            column = program * (OUT // 2) + tl.arange(0, OUT // 2)
+        at, kept = (part * rows + row)[:, None] * width + column[None, :], there[:, None]
     else:
-        weight, out, width, column = place(
-            program,
-            first_weight,
-            second_weight,
-            third_weight,
-            first_out,
-            second_out,
-            third_out,
-            FIRST,
-            SECOND,
-            THIRD,
-            OUT,
-        )
-        scale, _, _, _ = place(
-            program, first_scale, second_scale, third_scale, first_out, second_out, third_out, FIRST, SECOND, THIRD, OUT
-        )
-        column += lane
-    begin = weight + column[:, None].to(tl.int64) * FEATURES + part * each
-    there = row < rows
-    if EARLY:
-        prefetch(begin, PREFETCHED, DEPTH)
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    factor = tl.load(scale + column)
-    weights = begin + depth[None, :]
-    inputs = x + row[:, None] * FEATURES + part * each + depth[None, :]
-    total = tl.zeros((ROWS, OUT), tl.float32)
-    for start in tl.range(0, each, DEPTH, num_stages=STAGES):
-        taken = tl.load(inputs + start, mask=there[:, None], other=0.0)
-        total = tl.dot(taken, tl.trans(_widened(tl.load(weights + start), taken.dtype)), total)
-    total *= factor[None, :]
-    if GATED:
-        opened, given = tl.split(tl.reshape(total, (ROWS, OUT // 2, 2)))
-        total = opened / (1 + tl.exp(-opened)) * given
-        column = program * (OUT // 2) + tl.arange(0, OUT // 2)
-    at = (part * rows + row)[:, None] * width + column[None, :]
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=there[:, None])
+        inputs = x + row[None, :] * FEATURES + part * each + depth[:, None]
+        total = tl.zeros((OUT, ROWS), tl.float32)
+        for start in tl.range(0, each, DEPTH, num_stages=STAGES):
+            taken = tl.load(inputs + start, mask=there[None, :], other=0.0)
+            total = tl.dot(_widened(tl.load(weights + start), taken.dtype), taken, total)
+        if SCALED:
+            total *= factor[:, None]
+        if GATED:
+            pairs = tl.permute(tl.reshape(total, (OUT // 16, 2, 8, ROWS)), (0, 2, 3, 1))
+            opened, given = tl.split(pairs)
+            total = tl.reshape(opened / (1 + tl.exp(-opened)) * given, (OUT // 2, ROWS))
+            column = program * (OUT // 2) + tl.arange(0, OUT // 2)
+        at, kept = (part * rows + row)[None, :] * width + column[:, None], there[None, :]
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=kept)
 
 
 def multiply_batch(
@@ -413,9 +367,7 @@ def multiply_batch(
     """See `operations.multiply`; of up to 128 rows."""
     rows, features, itemsize = max(16, triton.next_power_of_2(len(x))), x.shape[1], weights[0].itemsize
     early = can_start_early(x.device)
-    left = bool(scales) and rows <= _MOST_LEFT
-    kernel: Any = _multiply_left if left else _multiply_batch
-    kernel[(sum(widths) // _OUT, parts)](
+    _multiply_batch[(sum(widths) // _OUT, parts)](
         x,
         *weights,
         *(scales or weights),
@@ -431,7 +383,8 @@ def multiply_batch(
         EARLY=early,
         PREFETCHED=prefetched(features, sum(widths), parts, _DEPTH, itemsize),
         GATED=gated,
-        **({} if left else {"SCALED": bool(scales)}),
+        SCALED=bool(scales),
+        LEFT=bool(scales) and rows <= _MOST_LEFT,
         num_warps=_WARPS,
         **early_launch(early),
     )
