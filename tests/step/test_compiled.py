@@ -162,20 +162,20 @@ def _forgotten(program):
 
 @no_inductor
 @pytest.mark.parametrize(
-    "change",
+    "change, kind",
     [
-        *(_scale, _weight, _global, _forgotten),
-        *(pytest.param(one, marks=pytest.mark.slow) for one in (_evaluation, _layer)),
+        *((_scale, Broken), (_global, Broken), (_weight, Block), (_forgotten, Block)),
+        *(pytest.param(one, Broken, marks=pytest.mark.slow) for one in (_weight, _forgotten, _evaluation, _layer)),
     ],
 )
-def test_what_compiled_code_read_is_guarded(change, backend, device, monkeypatch):
+def test_what_compiled_code_read_is_guarded(change, kind, backend, device, monkeypatch):
     monkeypatch.setitem(globals(), "SCALE", 1.0)
 
     def run(program):
         globals()["SCALE"] = 1.0
         change(program)
 
-    settings = {"kind": Broken, "dropout": 0.5} if change is not _global else {"kind": Broken}
+    settings = {"kind": kind, "dropout": 0.5 if change is not _global else 0.0}
     results = []
     for graphed in (False, True):
         globals()["SCALE"] = 1.0

@@ -12,8 +12,8 @@ SCOPES = ["per_layer", "per_layer, eager optimizer", "full_iteration"]
 scopes = pytest.mark.parametrize("scope", SCOPES)
 
 
-def language_model(device):
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+def language_model(device, layers=2):
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": layers}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}
     model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, attention_dropout=0.1))
     return use_static_causal_attention(model).to(device).train()
