@@ -1500,8 +1500,11 @@ def test_an_error_in_a_part_is_not_kept(device):
     for i in range(9):
         with pytest.raises(ValueError) if i == 7 else contextlib.nullcontext():
             module(x)
-        gc.collect()
-        assert seen[i]() is None
+        if i in (0, 6, 7):  # a recorded call, a replay, and the error: the collector takes a second in a large process
+            gc.collect()
+            assert seen[i]() is None
+    gc.collect()
+    assert [one() for one in seen] == [None] * 9
     assert module.stats.replays == 6
 
 
