@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import logging
+import operator
 import random
 import sys
 import textwrap
@@ -251,6 +252,16 @@ class Outcome(NamedTuple):
     reason: str
 
 
+def _go_together(leaf: str, route: str) -> bool:
+    """Whether one of `_LEAVES` can be reached by one of `_ROUTES`."""
+    needs, text = _LEAVES[leaf]["!"], _ROUTES[route]
+    if "unhashable" in needs and any(part in route for part in ("{o", "[(o,", "set(", "ref(", "Weak")):
+        return False
+    if "no_weak" in needs and "weak" in text:
+        return False
+    return not ("no_truth" in needs and any(part in text for part in (" or p", "filter(None", "q == 1")))
+
+
 def _text(program: Program) -> _Text | None:
     """The lines of a program; None where its parts do not go together."""
     if program.change == SINGLES:
@@ -260,13 +271,9 @@ def _text(program: Program) -> _Text | None:
     if program.change == HANDED:
         first, read, there, back = SINKS[program.route]
         return _Text(HANDING.replace("FIRST", first), read.replace("SOURCE", SOURCES[program.leaf]), there, back)
+    if not _go_together(program.leaf, program.route):
+        return None
     leaf, route = _LEAVES[program.leaf], _ROUTES[program.route]
-    if "unhashable" in leaf["!"] and any(part in program.route for part in ("{o", "[(o,", "set(", "ref(", "Weak")):
-        return None
-    if "no_weak" in leaf["!"] and "weak" in route:
-        return None
-    if "no_truth" in leaf["!"] and any(part in route for part in (" or p", "filter(None", "q == 1")):
-        return None
     *statements, last = route.split("\n")
     setup = f"{leaf['']}\n{HOMES.replace('ONE', leaf['one']).replace('TWO', leaf['two'])}"
     read = "\n".join([*statements, leaf["="].replace("IT", f"({last})")])
@@ -433,7 +440,7 @@ def programs() -> Iterator[Program]:
     for leaf, route in itertools.product(SOURCES, SINKS):
         yield from (Program(leaf, route, HANDED, scope) for scope in SCOPES)
     for leaf, route, change in itertools.product(_LEAVES, _ROUTES, CHANGES):
-        if (change == CHANGES[0] or leaf == "attribute") and _text(Program(leaf, route, change, "step")) is not None:
+        if (change == CHANGES[0] or leaf == "attribute") and _go_together(leaf, route):
             yield from (Program(leaf, route, change, scope) for scope in SCOPES)
 
 
@@ -441,10 +448,11 @@ def sampled(count: int, seed: int = 0) -> list[Program]:
     """Each part of the table in one program in which nothing changes late, and a choice among all others."""
     every, draw = list(programs()), random.Random(seed)
     by_part: dict[tuple[str, str], list[Program]] = {}
-    for program in every:
-        if not program.scope.startswith(_LATE):
-            for part in _parts(program):
-                by_part.setdefault(part, []).append(program)
+    for _, alike in itertools.groupby(every, key=operator.itemgetter(0, 1, 2)):  # the same in several scopes
+        program, *others = alike
+        at_once = [one for one in (program, *others) if not one.scope.startswith(_LATE)]
+        for part in _parts(program) if at_once else ():
+            by_part.setdefault(part, []).extend(at_once)
     chosen: dict[Program, None] = {}
     covered: set[tuple[str, str]] = set()
     for part, those in sorted(by_part.items(), key=lambda one: -len(one[0][0])):  # routes first, which lead to leaves
