@@ -1,5 +1,6 @@
 """Which linear layers of a step become operations."""
 
+import functools
 import subprocess
 import sys
 
@@ -30,7 +31,7 @@ def linear(width, bias=False, features=FEATURES):
     return nn.Linear(features, width, bias=bias, dtype=torch.bfloat16)
 
 
-class Parts(nn.Module):
+class Layers(nn.Module):
     def __init__(self):
         super().__init__()
         self.a, self.b, self.c, self.d = (linear(width) for width in (2048, 1024, 1024, 3072))
@@ -50,6 +51,22 @@ class Parts(nn.Module):
             one = getattr(self, name)
             setattr(self, name, ScaledLinear(one.weight.detach(), one.bias, weights, "cpu"))
         self.turned.weight = nn.Parameter(self.turned.weight.detach().T.contiguous().T)
+
+
+@functools.cache
+def layers():
+    torch.manual_seed(0)
+    return Layers()
+
+
+class Parts(nn.Module):
+    """The same layers in all tests, which take a second to make; none may change them."""
+
+    def __init__(self):
+        super().__init__()
+        for name, layer in layers().named_children():
+            setattr(self, name, layer)
+        self.scales = layers().scales
 
 
 def joined(module, x, **settings):
@@ -268,7 +285,11 @@ def test_an_input_that_is_written_in_between_is_two_inputs(write):
     "rows, dtype, expected", [(128, torch.bfloat16, 1), (129, torch.bfloat16, 0), (4, torch.float16, 1), (4, None, 0)]
 )
 def test_only_few_rows_of_half_precision(rows, dtype, expected):
-    class Module(Parts):
+    class Module(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = linear(2048), linear(1024)
+
         def forward(self, x):
             return self.a(x), self.b(x)
 
@@ -294,6 +315,7 @@ def test_a_weight_that_the_step_writes_is_left_to_the_compiler(write, late):
         def __init__(self):
             super().__init__()
             memory = torch.randn(2048, FEATURES, dtype=torch.bfloat16)
+            self.a = linear(2048)
             self.a.weight = nn.Parameter(torch.from_dlpack(memory), requires_grad=False)
             self.alias = torch.from_dlpack(memory[3:5])
 

@@ -38,16 +38,16 @@ def test_a_row_may_be_longer_than_what_is_loaded_at_once(features, widths, dtype
 def assert_products_are_right(features, widths, dtype, device, rows):
     torch.manual_seed(0)
     weights = [torch.randn(width, features, device=device, dtype=dtype) for width in widths]
+    whole = [weight.double().T for weight in weights]
     for count in rows:
         x = torch.randn(count, 1, features, device=device, dtype=dtype)
-        size = x.double().abs()
+        sums = [(x.double() @ one, x.double().abs() @ one.abs()) for one in whole]
         for result in (dtype, torch.float32):
-            for got, weight in zip(products(x, weights, result, []), weights, strict=True):
-                exact = x.double() @ weight.double().T
-                assert got.shape == (count, 1, len(weight)) and got.dtype == result
+            for got, (exact, size) in zip(products(x, weights, result, []), sums, strict=True):
+                assert got.shape == (count, 1, exact.shape[-1]) and got.dtype == result
                 # Half a unit of the last place, and what a sum of float32 loses. Where it is not rounded after that,
                 # one sees that tensor cores cut off what a sum has no room for, each time they add sixteen products.
-                lost = features * 2.0**-23 if result is dtype else size @ weight.double().abs().T * 2.0**-19
+                lost = features * 2.0**-23 if result is dtype else size * 2.0**-19
                 allowed = exact.abs() * torch.finfo(result).eps / 2 + lost
                 assert ((got.double() - exact).abs() <= allowed).all()
 
