@@ -19,8 +19,8 @@ def language_model(device, layers=2):
     return use_static_causal_attention(model).to(device).train()
 
 
-def build(device):
-    model = language_model(device)
+def build(device, layers=2):
+    model = language_model(device, layers)
     rate = torch.tensor(0.01, device=device)
     capturable = device.type == "cuda"
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True, capturable=capturable)
