@@ -37,7 +37,7 @@ def pytest_collection(session: pytest.Session):
     """
     config = session.config
     if hasattr(config, "workerinput") and config.args == config.getini("testpaths"):
-        places = sorted({path.parent for path in HERE.glob("*/test_*.py")} | {*HERE.glob("test_*.py")})
+        places = sorted({HERE / path.relative_to(HERE).parts[0] for path in HERE.rglob("test_*.py")})
         number, count = int(config.workerinput["workerid"].removeprefix("gw")), config.workerinput["workercount"]
         first = number % count * len(places) // count
         config.args = [str(place) for place in (*places[first:], *places[:first])]

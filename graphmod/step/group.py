@@ -38,7 +38,8 @@ class Group:
     whole process elsewhere: idle capture streams, which serve the next backend; graphs whose capture CUDA ended, and
     those that wait to be destroyed; autocast blocks that are open; backwards that are watched; how ranks vote, and what
     shuts down process groups; what is compiled for an optimizer that lives; the hook by which a wrapper takes the place
-    of a method; patches while somebody records; and what is known about operators, compiled graphs and bytecode.
+    of a method; patches, which are in place while somebody records; and what is known about operators, compiled graphs
+    and bytecode.
 
     `shared` are the parameters (by identity) that more than one use feeds in one backward. Eager adds up all uses
     before it adds the sum to `.grad`; so must graphs, and therefore those gradients go through autograd.
