@@ -553,6 +553,8 @@ _to_be_given = _takes_references()
 
 _CHECKPOINTS = {"_checkpoint_hook": "frame", "_recomputation_hook": "target_frame_ref"}
 """Hooks of a checkpoint -> the variable of theirs that leads to what it keeps."""
+# What runs a checkpoint, decorators of torch 2.15 too; its variables: `function, args, kwargs, preserve`.
+RUNS_CHECKPOINT = inspect.unwrap(getattr(checkpoints, "_checkpoint_impl", checkpoints.checkpoint)).__code__
 
 
 def checkpoint_of(pack: Callable) -> tuple[Any, bool] | None:
@@ -624,7 +626,9 @@ def settle_assembler() -> None:
 
 
 def _knows_checkpoints() -> bool:
-    """Whether the hooks have the variables; to make one would import the compiler."""
+    """Whether it has the variables, and its hooks; to make one would import the compiler."""
+    if not {"function", "args", "kwargs", "preserve"} <= {*RUNS_CHECKPOINT.co_varnames}:
+        return False
     codes = {kind: getattr(checkpoints, kind).__init__.__code__.co_consts for kind in _CHECKPOINTS}
     packs = {kind: one for kind, found in codes.items() for one in found if getattr(one, "co_name", "") == "pack_hook"}
     return all(name in packs[kind].co_freevars for kind, name in _CHECKPOINTS.items())

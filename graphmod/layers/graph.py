@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import operator
 import sys
 import weakref
@@ -31,7 +30,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils import checkpoint as checkpoints
 
 from graphmod.errors import CaptureRefused, Diverged
 from graphmod.guards.guards import Guards
@@ -49,6 +47,7 @@ from graphmod.step.recording import Recording
 from graphmod.step.static_inputs import StaticInput, without_history
 from graphmod.step.static_outputs import StaticOutput
 from graphmod.torch_private import (
+    RUNS_CHECKPOINT,
     checkpoint_of,
     current_backward,
     is_traceable_wrapper_subclass,
@@ -320,7 +319,6 @@ class Ticket:
 # -- inside a checkpoint -----------------------------------------------------------------------------------------------
 
 
-_CODE = inspect.unwrap(checkpoints.checkpoint).__code__
 DRAWS = (
     "draws random numbers inside a checkpoint that draws others when it runs again (preserve_rng_state=False), which "
     "no replay would do; leave preserve_rng_state as it is, set dropout to 0, or do without the checkpoint"
@@ -348,7 +346,7 @@ def inputs_drawn_anew() -> set[int] | None:
     frame = sys._getframe(1) if in_checkpoint() else None
     given = None
     while frame is not None:
-        if frame.f_code is _CODE and not (known := frame.f_locals)["preserve"]:
+        if frame.f_code is RUNS_CHECKPOINT and not (known := frame.f_locals)["preserve"]:
             function = known["function"]
             bound = (function.args, function.keywords) if isinstance(function, functools.partial) else ()
             leaves = set(map(id, tree_leaves((known["args"], known["kwargs"], bound))))

@@ -36,7 +36,7 @@ PLAIN_KEY = 6
 
 
 # What dynamo notes on the tensors of a call, under one name or the other depending on the release, and the range of a
-# `mark_dynamic`, which it looks at only as it compiles.
+# `mark_dynamic`, which is no plain value and makes it compile anew at the most.
 _NO_MATTER = (STATIC, "_dynamo_propagated_dynamic_indices", "_dynamo_weak_dynamic_indices", "_dynamo_dynamic_range")
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from graphmod.errors import CaptureRefused
 from graphmod.signature.call import Call
 from graphmod.signature.flattening import Leaf
-from graphmod.signature.signature import STATIC, argument_paths, attributes_of, has_own_gradient, unusual
+from graphmod.signature.signature import STATIC, argument_paths, has_own_gradient, unusual
 from graphmod.trace.operations import address
 from graphmod.trace.recorder import Follower
 
@@ -247,8 +247,9 @@ def _like(source: Tensor, memory: Tensor) -> Tensor:
     else:  # a view, because autocast keeps its casts of leaves
         with torch.no_grad():
             made = memory.view_as(memory).requires_grad_(source.requires_grad)
-    for name, value in attributes_of(source).items():
-        setattr(made, name, value)
+    for name, value in vars(source).items():  # dynamo's notes too, on which it may guard
+        if name != STATIC:
+            setattr(made, name, value)
     if has_own_gradient(source) and source.grad is not None:
         made.grad = source.grad.detach().clone()
     return made
