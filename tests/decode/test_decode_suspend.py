@@ -43,6 +43,14 @@ def device(request):
     return torch.device("cuda" if request.param == "cuda" else "cpu")
 
 
+# For tests that take seconds: the memory of a driver shows more, since nobody can touch it while it is away.
+on_a_driver = pytest.mark.parametrize(
+    "device",
+    ["driver", pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)],
+    indirect=True,
+)
+
+
 def tokens_of(engine, prompts, **settings):
     return [done.tokens for done in engine.generate(prompts, **settings)]
 
@@ -69,6 +77,7 @@ def warm(model, **settings):
     return engine
 
 
+@on_a_driver
 @pytest.mark.parametrize(
     "settings",
     [
@@ -343,6 +352,7 @@ def test_errors_of_late_requests_touch_no_memory(device):
     assert len(tokens_of(engine, [[5]], max_new_tokens=5)[0]) == 5
 
 
+@on_a_driver
 def test_threads_may_suspend_resume_and_submit_at_any_time(device):
     model = tiny_model("llama", device)
     engine, (prompt,) = warm(model), prompts_of(7)
@@ -384,6 +394,7 @@ def test_threads_may_suspend_resume_and_submit_at_any_time(device):
     assert tokens_of(engine, [prompt], max_new_tokens=10) == [expected] and captures(engine) == before
 
 
+@on_a_driver
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 def test_any_order_of_calls_gives_what_an_engine_gives_that_was_never_suspended(seed, device):
     model = tiny_model("qwen3", device)
