@@ -80,7 +80,7 @@ class StaticOutput:
             and views of the result are held.
         """
         if self.held():
-            with torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad():  # a call in inference mode may be what writes there
                 if can_swap():
                     swap_for_copy(self._storage, self.tensor.device)
                 else:

@@ -8,6 +8,19 @@ from graphmod.step.static_outputs import StaticOutput
 
 
 @pytest.mark.parametrize("can_swap", [True, False], ids=["storages can be moved", "before torch 2.13"])
+def test_a_result_that_an_evaluation_moves_may_be_saved_for_a_backward(monkeypatch, can_swap, device):
+    if can_swap and not static_outputs._can_swap:
+        pytest.skip("this torch cannot move a storage")
+    monkeypatch.setattr(static_outputs, "_can_swap", can_swap)
+    output = StaticOutput(torch.arange(4.0, device=device), None)
+    result, weight = output.hand_out(), torch.ones(4, device=device, requires_grad=True)
+    with torch.inference_mode():
+        assert output.evacuate()
+    (result.detach() * weight).sum().backward()
+    assert weight.grad.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("can_swap", [True, False], ids=["storages can be moved", "before torch 2.13"])
 @pytest.mark.parametrize(
     ("mode", "counted"),
     [(torch.inference_mode, False), (torch.no_grad, False), (torch.enable_grad, False), (torch.enable_grad, True)],
