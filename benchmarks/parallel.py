@@ -12,8 +12,9 @@ graphs of these layers (`fsdp_layers`, `tp_layers`). `one_gpu_compiled` and `tra
 `TrainStep` with `compile="default"` on one GPU and on all. `fsdp_bf16` is the same with layers collected in bfloat16
 and gradients added up in float32, `fsdp_whole` without giving layers back after their forward, each of them with
 `_eager` or `_layers`. Where they are asked for, a mixture of 64 experts of the shape, in `TrainStep`: shared out over
-the ranks (`experts`, `experts_eager`) with room for all tokens, or whole on each of them (`experts_whole`). `reserved` is the peak of memory since the process began,
-`of steps` that of the timed steps alone.
+the ranks (`experts`, `experts_eager`) with room for all tokens, so that `reruns` of a step stay 0, or whole on each of
+them (`experts_whole`). `reserved` is the peak of memory since the process began, `of steps` that of the timed steps
+alone.
 """
 
 import argparse

@@ -592,18 +592,21 @@ def growing_segments() -> Iterator[None]:
     """Inside, memory is reserved from the GPU's driver in segments that grow (`expandable_segments` of
     PYTORCH_ALLOC_CONF), unless the user has said whether it is to be.
 
-    Otherwise what was freed serves nothing larger: gradients would not fit where activations were.
+    Otherwise what was freed serves nothing larger: gradients would not fit where activations were. Not among ranks:
+    NCCL registers the memory that a captured collective uses, and some releases take it for one allocation
+    (pytorch#165419).
     """
     if _allocator_settings is not None:
         before = _allocator_settings()
-    else:
-        before = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    else:  # of these two the second counts
+        before = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF", "")
+    among_ranks = distributed.is_available() and distributed.is_initialized()
     # Of all allocators only PyTorch's own has segments.
-    if _set_allocator_settings is None or _GROWING in before or "cudaMallocAsync" in before:
+    if among_ranks or _set_allocator_settings is None or _GROWING in before or "cudaMallocAsync" in before:
         yield
         return
-    _set_allocator_settings(f"{before},{_GROWING}:True" if before else f"{_GROWING}:True")
     try:
+        _set_allocator_settings(",".join(filter(None, (before.strip(", "), f"{_GROWING}:True"))))
         yield
     finally:
         _set_allocator_settings(f"{_GROWING}:False")
