@@ -4,16 +4,15 @@ Hydra is loaded with the first part; checks of settings do without it, and witho
 """
 
 import functools
-import importlib.util
 import inspect
 import os
+import pydoc
 import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 from graphmod.errors import ConfigError, reason
-from graphmod.words import nearest
 
 TARGET = "_target_"
 _OF_HYDRA = {TARGET, "_args_", "_convert_", "_partial_", "_recursive_"}
@@ -39,41 +38,20 @@ def located(setting: str, target: dict[str, Any]) -> Callable:
     there is no such module, nothing of that name in it, or it cannot be called."""
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    parts, said = target[TARGET].split("."), named(setting, target)
-    found, done = _module(said, parts[0]), parts[:1]
-    for part in parts[1:]:
-        whole = ".".join([*done, part])
-        if (
-            not hasattr(found, part)
-            and inspect.ismodule(found)
-            and hasattr(found, "__path__")
-            and importlib.util.find_spec(whole)
-        ):
-            found = _module(said, whole)
-        elif not hasattr(found, part):
-            near = nearest(part, [name for name in vars(found) if not name.startswith("_")])
-            hint = f"; did you mean {'.'.join([*done, near])}?" if near else ""
-            raise ConfigError(f"{said}: {'.'.join(done)} has nothing named {part!r}{hint}")
-        else:
-            found = getattr(found, part)
-        done.append(part)
+    said = named(setting, target)
+    try:
+        found = pydoc.locate(target[TARGET])
+    except pydoc.ErrorDuringImport as error:  # of a module's own code: anything
+        cause: Any = error.value
+        raise ConfigError(f"{said} cannot be imported: {in_words(cause)}") from cause
+    if found is None:
+        raise ConfigError(
+            f"{said}: there is nothing of that name; its module must lie in the present folder ({os.getcwd()}), be "
+            "installed, or be on PYTHONPATH"
+        )
     if not callable(found):
         raise ConfigError(f"{said} is a {type(found).__name__}, which cannot be called; name a class or a function")
     return found
-
-
-def _module(said: str, name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise ConfigError(f"{said}: importing {name} fails: {in_words(error)}") from error
-        raise ConfigError(
-            f"{said}: there is no module {name!r}; it must lie in the present folder ({os.getcwd()}), be installed, or "
-            "be on PYTHONPATH"
-        ) from error
-    except Exception as error:  # of a module's own code: anything
-        raise ConfigError(f"{said}: importing {name} fails: {in_words(error)}") from error
 
 
 def own_lines(error: BaseException) -> list[traceback.FrameSummary]:
