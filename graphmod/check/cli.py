@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
-import importlib
 import os
 import pickle
+import pkgutil
 import socket
 import subprocess
 import sys
@@ -40,7 +39,6 @@ exit status: 0: it would be captured; 1: there are hazards, or ranks diverge; 2:
 """
 
 
-_FEW, _MANY = 3, 8  # of the names most like one, and of those that there are
 _OTHERS = 5.0  # seconds in which ranks may fail after the first, to be told of with it
 
 
@@ -167,34 +165,12 @@ def _found(name: str) -> Callable:
         )
     module = _module_of(module)
     try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (module == error.name or module.startswith(error.name + ".")):
-            raise ConfigError(f"there is no module {error.name!r} in {os.getcwd()} or among those installed") from None
-        raise ConfigError(_raised(f"importing {module}", error)) from None
+        found = pkgutil.resolve_name(f"{module}:{path}")
     except (Exception, SystemExit) as error:
-        raise ConfigError(_raised(f"importing {module}", error)) from None
-    parts = path.split(".")
-    for number, part in enumerate(parts):
-        try:
-            found = getattr(found, part)
-        except AttributeError:
-            raise ConfigError(_missing(module, found, parts[:number], part)) from None
+        raise ConfigError(_raised(f"importing {module}:{path}", error)) from None
     if not callable(found):
         raise ConfigError(f"{name} is a {type(found).__name__}, which cannot be called")
     return found
-
-
-def _missing(module: str, owner: Any, before: list[str], name: str) -> str:
-    """The error for a name that `owner`, at the end of the path `before` in a module, does not have."""
-    names = [one for one in dir(owner) if not one.startswith("_")]
-    near = difflib.get_close_matches(name, names, n=_FEW, cutoff=0.5)
-    found = [getattr(owner, one, None) for one in names]
-    own = [one for one, what in zip(names, found, strict=True) if getattr(what, "__module__", None) == module]
-    said = f"{module} has no {'.'.join([*before, name])!r}"
-    if near:
-        return f"{said}; did you mean {' or '.join(repr('.'.join([*before, one])) for one in near)}?"
-    return f"{said}; it has {', '.join('.'.join([*before, one]) for one in own[:_MANY])}" if own else said
 
 
 def _module_of(given: str) -> str:
