@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import time
 import uuid
 from collections import deque
@@ -90,24 +91,6 @@ class ApiError(Exception):
         return Response(json.dumps(self.body), self.status, headers, "application/json")
 
 
-# Kinds of errors of pydantic -> what it expected.
-_EXPECTED = {
-    **dict.fromkeys(("int_type", "int_from_float"), "a whole number"),
-    **dict.fromkeys(("float_type", "finite_number"), "a finite number"),
-    "bool_type": "true or false",
-    "string_type": "a text",
-    "list_type": "a list",
-    "dict_type": "an object",
-    "literal_error": "{expected}",
-    "greater_than_equal": "at least {ge:g}",
-    "greater_than": "above {gt:g}",
-    "less_than_equal": "at most {le:g}",
-    "less_than": "below {lt}",
-    "too_short": "a list with at least {min_length} in it",
-    "too_long": "a list with at most {max_length} in it",
-    "string_too_short": "a text with at least {min_length} characters",
-    "string_too_long": "a text with at most {max_length} characters",
-}
 _SHOWN = 60  # characters of a wrong value
 
 
@@ -118,11 +101,10 @@ def wrong_field(error: ValidationError) -> ApiError:
     listed = kind in ("unsupported_field", "unknown_field")
     path = [*first["loc"], context["field"]] if listed else first["loc"]
     param = ".".join(str(part) for part in path if part != "") or None
-    said = first["msg"].removeprefix("Value error, ")
+    said = re.sub(r"^\w+ should ", "must ", first["msg"].removeprefix("Value error, "))
     if kind == "missing":
         said = "is missing; a request needs it"
     elif not listed:
-        said = f"must be {_EXPECTED[kind].format(**context)}" if kind in _EXPECTED else said
         said += f", got {given if len(given) <= _SHOWN else given[:_SHOWN] + ' ...'}"
     return ApiError(400, f"{param or 'the body'} {said}", param, kind if listed else None)
 
