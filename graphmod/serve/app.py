@@ -146,11 +146,8 @@ async def _read(request: Request, kind: type[R], most: int, query: Mapping[str, 
         raise wrong_field(error) from None
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply") from None
-    except UnicodeEncodeError:
-        raise ApiError(400, "a text in the body has half of a surrogate pair (\\ud800 to \\udfff)") from None
     except ValueError as error:
-        digits = "digits" in str(error)  # Python reads no more than some thousand
-        raise ApiError(400, "a number has too many digits" if digits else f"the body is not JSON: {error}") from None
+        raise ApiError(400, f"the body is no JSON that can be read: {error}") from None
 
 
 def require_key(service: Service, request: Request) -> None:

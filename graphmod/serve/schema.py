@@ -144,40 +144,16 @@ def _as_sent(given: Any, check: Any) -> Any:
 
 
 def _in_list(given: Any) -> Any:
-    if given is not None and not isinstance(given, (str, list)):
-        raise ValueError("must be a text or a list of texts")
     return [given] if isinstance(given, str) else given
 
 
-def _count(given: Any) -> Any:
-    if isinstance(given, bool):
-        raise ValueError(f"must be a number of tokens, 0 to {MOST_TOP} (true is for chats)")
-    return given
-
-
 def _parts(given: Any) -> Any:
-    if given is not None and not isinstance(given, (str, list)):
-        raise ValueError("must be a text or a list of parts")
     return [{"type": "text", "text": given}] if isinstance(given, str) else given
-
-
-def _by_id(given: Any) -> Any:
-    """JSON has texts alone as keys."""
-    if not isinstance(given, dict):
-        return given
-    if not all(isinstance(token, str) and token.isdecimal() for token in given):
-        raise ValueError('must have token ids as keys, such as {"50256": -100}')
-    return {int(token): value for token, value in given.items()}
-
-
-def _level(given: Any) -> str:
-    if given not in ("1", "2", 1, 2) or isinstance(given, bool):
-        raise ValueError("must be 1 (graphs stay) or 2 (they go)")
-    return str(given)
 
 
 StopText = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+KeyOfToken = Annotated[int, Field(ge=0, lt=2**31, strict=False)]  # JSON has texts alone as keys
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
@@ -259,7 +235,7 @@ class _Request(Object):
     )
     presence_penalty: Penalty | None = Field(None, description="of tokens in the completion, -2 to 2")
     frequency_penalty: Penalty | None = Field(None, description="as often as they are there, -2 to 2")
-    logit_bias: Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]] | None, BeforeValidator(_by_id)] = Field(
+    logit_bias: dict[KeyOfToken, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
         None, description="token id to what is added to its logit, -100 to 100"
     )
     min_tokens: int | None = Field(None, ge=0, lt=2**31, description="at least; a stop before does not count")
@@ -509,7 +485,7 @@ class CompletionRequest(_Request):
     prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_prompts)] = Field(
         description="a text or token ids, or several of one kind, which share batches"
     )
-    logprobs: Annotated[int | None, BeforeValidator(_count)] = Field(
+    logprobs: int | None = Field(
         None, ge=0, le=MOST_TOP, description="those of the tokens, and of so many most likely ones, at most 20"
     )
     echo: bool | None = Field(None, description="begin the text with the prompt")
@@ -569,7 +545,7 @@ class ManageRequest(Object):
 class SleepRequest(Object):
     """Of `/sleep`."""
 
-    level: Annotated[str, BeforeValidator(_level)] = Field("1", description="1: graphs stay; 2: they go")
+    level: Annotated[Literal["1", "2"], BeforeValidator(str)] = Field("1", description="1: graphs stay; 2: they go")
 
 
 class UpdateRequest(_OfTokens):
