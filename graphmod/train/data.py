@@ -6,15 +6,12 @@ cores. Memory is that of the tokens and of one batch, however long a document is
 
 from __future__ import annotations
 
-import bz2
 import codecs
 import functools
-import gzip
 import hashlib
 import itertools
 import json
 import logging
-import lzma
 import os
 import re
 import sysconfig
@@ -348,68 +345,6 @@ _ABOUT = ("README", "LICENSE", "CHANGELOG")
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".lz4"}
 
 
-_OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-_LINES = (".jsonl", ".ndjson", ".json")
-
-
-def first_odd_line(paths: Iterable[Path]) -> str | None:
-    """The first line of all files that is no JSON object, or has a key that holds another kind of value than in lines
-    before it or is in no file before, in words; None where there is none, or the files are no JSON lines."""
-    kinds: dict[str, tuple[str, str]] = {}  # of each key: what it holds, and where it was first
-    for path in paths:
-        suffixes = [suffix for suffix in path.suffixes if suffix not in _OPEN]
-        if not suffixes or suffixes[-1].lower() not in _LINES:
-            return None
-        whole = suffixes[-1].lower() == ".json"
-        try:
-            known = {*kinds} or None
-            with _OPEN.get(path.suffix, open)(path, "rt", encoding="utf-8-sig") as file:
-                found = _odd(file, path, kinds, known, whole)
-        except UnicodeDecodeError as error:
-            return not_utf8(path) or f"{path}: {error}"
-        except (OSError, EOFError, lzma.LZMAError) as error:
-            return f"{path}: {error}"
-        if found is not None:
-            return found
-    return None
-
-
-def _odd(
-    lines: Iterable[str], path: Path, kinds: dict[str, tuple[str, str]], known: set[str] | None, whole: bool
-) -> str | None:
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"line {number:,} of {path}"
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            if whole and number == 1:
-                return None  # one document over many lines
-            return f"{where} is not JSON: {error.msg}, at character {error.pos + 1} of {_shortened(line)}"
-        if not isinstance(row, dict):
-            if whole and number == 1:
-                return None
-            return f'{where} must be an object such as {{"text": "..."}}, got {_shortened(line)}'
-        for key, value in row.items():
-            if value is None:
-                continue
-            if known is not None and key not in known:
-                return (
-                    f"{where}: key {key!r} is in no file before; their keys are {', '.join(map(repr, sorted(known)))}"
-                )
-            kind = type(value).__name__
-            was, first = kinds.setdefault(key, (kind, where))
-            if kind != was and {kind, was} != {"int", "float"}:
-                return f"{where}: key {key!r} holds {kind}, and {was} in {first}"
-    return None
-
-
-def _shortened(line: str) -> str:
-    line = line.strip()
-    return repr(line if len(line) <= 60 else f"{line[:57]}...")
-
-
 def _datasets() -> Any:
     require_library("datasets", "data", "data=hf")
     import datasets
@@ -478,18 +413,16 @@ def _load_dataset(data: DataConfig, path: Path) -> Any:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Inside, the library shows no bars, nor logs the errors that it also raises."""
+    """Inside, the library shows no bars. It logs which file it cannot read."""
     datasets = _datasets()
-    bars, level = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
+    bars = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(logging.CRITICAL)
     cards = logging.getLogger("huggingface_hub.repocard")  # complains of a README.md that is no card of a data set
     heard, cards.disabled = cards.disabled, True
     try:
         yield
     finally:
         cards.disabled = heard
-        datasets.logging.set_verbosity(level)
         if bars:
             datasets.enable_progress_bars()
 
@@ -532,10 +465,12 @@ def _unreadable(path: str, error: Exception) -> ConfigError:
     files = visible_files(Path(path))
     if not any(file.stat().st_size for file in files):
         return ConfigError(f"data.path={path} is empty: {counted(len(files), 'file')} without a row")
-    if "codec can't decode" in str(error) and (odd := next(filter(None, map(not_utf8, files)), None)):
+    if odd := next(filter(None, map(not_utf8, files)), None):
         return ConfigError(f"data.path={path} cannot be read: {odd}")
-    why = first_odd_line(files) or reason(error)
-    return ConfigError(f"data.path={path} cannot be read by the datasets library: {why}")
+    return ConfigError(
+        f"data.path={path} cannot be read by the datasets library: {' '.join(str(error).split()):.500}. A line of JSON "
+        'is an object such as {"text": "..."}, and all files of a folder have the same columns'
+    )
 
 
 # -- what the rows of JSON lines, Parquet, CSV and other files are trained as ------------------------------------------
