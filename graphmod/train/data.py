@@ -730,10 +730,12 @@ def read_pieces(files: list[Path], max_bytes: int | None) -> Iterator[bytes]:
             raise ConfigError(f"cannot read {path}: {error.strerror}") from error
         if left is not None:
             left -= len(piece)
-        if not _is_text(piece, cut=left == 0):
+        try:
+            codecs.utf_8_decode(piece, "strict", left != 0)  # what is cut may end in the middle of a character
+        except UnicodeDecodeError:
             odd.append(path)
             if wide_encoding(piece):
-                raise ConfigError(f"data.path: {not_utf8(path)}, or leave it out with data.pattern")
+                raise ConfigError(f"data.path: {not_utf8(path)}, or leave it out with data.pattern") from None
         if piece := piece.removeprefix(codecs.BOM_UTF8):  # with which some editors say that a text is UTF-8
             yield piece
     if odd:
@@ -742,14 +744,6 @@ def read_pieces(files: list[Path], max_bytes: int | None) -> Iterator[bytes]:
             "gets replacement characters for invalid bytes. Exclude such files (data.pattern='*.txt'), or convert them "
             "(iconv -f latin1 -t UTF-8 OLD > NEW)"
         )
-
-
-def _is_text(piece: bytes, cut: bool) -> bool:
-    try:
-        piece.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return cut and error.start >= len(piece) - 3  # in the middle of a character
-    return True
 
 
 def _tokenizer_folder(data: DataConfig, model: ModelConfig) -> str | None:
