@@ -224,8 +224,7 @@ class App:
         found, strange = parser.parse_known_intermixed_args(given)
         if strange:
             known = [flag for flag in parser._option_string_actions if flag.startswith("--")]
-            following = given[given.index(strange[0]) + 1 :]
-            raise ConfigError(unknown_flag(strange[0], "".join(following[:1]), known, self.kind))
+            raise ConfigError(unknown_flag(strange[0], known, self.kind))
         if found.config_path and not found.config_path.startswith("pkg://"):
             found.config_path = str(Path(found.config_path).absolute())  # Hydra looks beside this file otherwise
         for folder in filter(None, (found.config_dir, found.config_path)):
@@ -253,9 +252,8 @@ class App:
         for own in ("model", "data"):  # of which the built-in settings are not arguments
             if f"{own}._target_" in {key.lstrip("+") for key in chosen} and own not in chosen:
                 found.append(f"{own}=custom")
-        for before, one in zip(["", *settings], settings, strict=False):
-            if "=" not in one and not one.startswith("~"):
-                raise ConfigError(without_name(one, before, self.kind))
+        if nameless := [one for one in settings if "=" not in one and not one.startswith("~")]:
+            raise ConfigError(without_name(nameless[0], self.kind))
         return [*found, *map(self._readable, settings)]
 
     def _readable(self, override: str) -> str:

@@ -70,7 +70,11 @@ _OF_TRAINING = {"graph": {"auto", "full_iteration", "per_layer"}, "experiment": 
 _OF_DECODING = {"graph": {"decode"}}
 # Those of Hydra that are installed apart.
 _PLUGINS = {"hydra/launcher": ("joblib", "ray", "rq", "submitit"), "hydra/sweeper": ("ax", "nevergrad", "optuna")}
-_HF_FILES = (".arrow", ".csv", ".json", ".jsonl", ".ndjson", ".parquet", ".tsv")
+# Of a group whose settings take what is often given as its choice.
+_PATHS = {
+    "data": "files: data=text data.path=PATH, rows: data=hf data.path=PATH, your own: data._target_=my_package.Items",
+    "model": "a saved one: model=local model.path=FOLDER (nothing is downloaded), your own: model._target_=my_pkg.Net",
+}
 
 
 @functools.cache
@@ -146,20 +150,6 @@ def most_like(word: str, options: Iterable[str]) -> list[str]:
     return begun or [best for best in [nearest(word, options, cutoff=0.6)] if best]
 
 
-def choice_to_write(group: str, choice: str, options: Iterable[str]) -> str:
-    """What to write in place of `group=choice`, which is not among `options`; "" where nothing is like it."""
-    path = Path(choice)
-    is_file = path.exists() or path.suffix in (*_HF_FILES, ".txt")
-    if group in ("model", "data") and not is_file and re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", choice):
-        return f"{group}._target_={choice}"
-    is_path = path.exists() or "/" in choice or bool(path.suffix)
-    if group == "data" and {"text", "hf"} <= {*options} and is_path:
-        return f"data={'hf' if path.suffix in _HF_FILES else 'text'} data.path={choice}"
-    if group == "model" and "local" in options and is_path:
-        return f"model=local model.path={choice if path.is_dir() else 'FOLDER'} (nothing is downloaded)"
-    return " or ".join(f"{group}={one}" for one in most_like(choice, options))
-
-
 # What omegaconf says of a value of another kind, and how users call that kind.
 _WRONG_KIND = re.compile(r"Value '(.*)' (?:of type .* could not be converted to |is not a valid )(Integer|Float|bool)")
 _SEVERAL = re.compile(r"(?:Sweep parameters|Ambiguous value for argument) '(.*?)'(?: requires|$)", re.M)
@@ -171,23 +161,16 @@ _KINDS |= {
     "ListConfig": "a list",
     "DictConfig": "a set of settings",
 }
-_OWN_FILES = ("--config", "--config-file", "--yaml")
 
 
-def unknown_flag(argument: str, following: str, flags: list[str], kind: type) -> str:
-    """The error for an argument with dashes that is none of the flags: `--steps=3`, or `--steps` with `3` following
-    it."""
-    name, equals, value = argument.partition("=")
-    word = name.lstrip("-").replace("-", "_")
-    if not equals:
-        value = following if following and "=" not in following and not following.startswith("-") else "VALUE"
-    said = f"there is no flag {name!r}"
-    if name in _OWN_FILES:
-        return f"{said}; settings in a file: --config-dir FOLDER GROUP=CHOICE reads FOLDER/GROUP/CHOICE.yaml"
-    if flag := nearest(name, flags, cutoff=0.8):
-        return f"{said}; did you mean {flag!r}? Settings are written without dashes: key=value"
-    setting = meant(word, setting_names(kind)) or "key=value"
-    return f"{said}; settings are written without dashes: {setting if '=' in setting else f'{setting}={value}'}"
+def unknown_flag(argument: str, flags: list[str], kind: type) -> str:
+    """The error for an argument with dashes that is none of the flags, such as `--steps=3`."""
+    name, _, value = argument.partition("=")
+    if best := nearest(name, flags, cutoff=0.8):
+        return f"there is no flag {name!r}; did you mean {best!r}? Settings are written without dashes: key=value"
+    setting = meant(name.lstrip("-").replace("-", "_"), setting_names(kind)) or "key"
+    write = setting if "=" in setting else f"{setting}={value or 'VALUE'}"
+    return f"there is no flag {name!r}; settings are written without dashes: {write}"
 
 
 def _advice(name: str, value: str | None, kind: type) -> str:
@@ -257,9 +240,10 @@ def no_choice(group: str, choice: str, options: Iterable[str], kind: type) -> st
     if (plugin := choice.partition("_")[0]) in _PLUGINS.get(group, ()):
         plugin = f"hydra-{plugin}-{group.rpartition('/')[2]}"
         return f"there is no choice {choice!r} for {group!r}; a plugin may bring it: pip install {plugin}{listed}"
-    best = choice_to_write(group, choice, options)
+    best = " or ".join(f"{group}={one}" for one in most_like(choice, options))
     hint = f"; did you mean {best}?" if best else ""
-    return f"there is no choice {choice!r} for {group!r}{hint}{listed}"
+    paths = f"\n  {_PATHS[group]}" if kind is RunConfig and group in _PATHS else ""
+    return f"there is no choice {choice!r} for {group!r}{hint}{paths}{listed}"
 
 
 def _several_values(override: str, kind: type) -> str:
@@ -348,29 +332,15 @@ def _expected(key: str, kind: type) -> str:
     return _KINDS.get(type(default).__name__, "a value")
 
 
-def without_name(argument: str, before: str, kind: type) -> str:
-    """The error for an argument without an equals sign, which may belong to the one before it; "" where it is the
-    first."""
-    names = setting_names(kind)
-    if name := (meant(argument, names) or "").partition("=")[0]:
+def without_name(argument: str, kind: type) -> str:
+    """The error for an argument without an equals sign."""
+    if name := (meant(argument, setting_names(kind)) or "").partition("=")[0]:
         return f"{argument!r} has no value; write {name}=VALUE, without spaces around '='"
-    said = f"{argument!r} has no name; settings are written key=value"
-    key, equals, value = before.partition("=")
-    whole = f"{value} {argument}"
-    if equals and value and (key.endswith("prompt") or Path(whole).exists()):
-        return f"{said}. If it belongs to {key}, put both in quotes: {key}={_in_quotes(whole)}"
-    there = bool(argument) and Path(argument).exists()
-    groups = [file.parent.name for file in sorted(CONFIGS.glob(f"*/{argument}.yaml"))]
-    if groups:
-        return f"{said}, such as {' or '.join(f'{group}={argument}' for group in groups)}"
-    if "data.path" in names:
-        return f"{said}, such as " + (f"data=text data.path={_in_quotes(argument)}" if there else "train.steps=100")
-    name = "prompt" if "prompt" in names and "/" not in argument and not there else "model.path"
-    return f"{said}, such as {name}={_in_quotes(argument)}"
-
-
-def _in_quotes(text: str) -> str:
-    return text if re.fullmatch(r"[\w./-]*", text, re.ASCII) else f'"{text}"'
+    example = "train.steps=100, graph=none or data.path=FOLDER" if kind is RunConfig else "model.path=FOLDER"
+    return (
+        f"{argument!r} has no name; settings are written key=value, such as {example}. If it belongs to what is before "
+        'it, put both in quotes: key="two words"'
+    )
 
 
 def _of_system(error: OSError, folder: Path | None) -> str:

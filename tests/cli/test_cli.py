@@ -243,15 +243,15 @@ def test_an_unknown_flag_and_an_empty_folder_are_clear_errors(shell):
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
-        (["--steps", "3"], "train.steps=3"),
+        (["--steps", "3"], "train.steps=VALUE"),
         (["--steps=3"], "train.steps=3"),
         (["--step=3"], "train.steps=3"),
         (["--train.steps=3"], "train.steps=3"),
         (["--max-steps=3"], "train.steps=3"),
-        (["--batch-size", "4", "graph=none"], "data.batch_size=4"),
+        (["--batch-size", "4", "graph=none"], "data.batch_size=VALUE"),
         (["--model=llama_tiny"], "model=llama_tiny"),
         (["--resume", "graph=none"], "train.resume=VALUE"),
-        (["--num-workers", "4"], "without dashes: key=value"),
+        (["--num-workers", "4"], "without dashes: key=VALUE"),
     ],
 )
 def test_a_setting_with_dashes_says_what_to_write(typed, meant):

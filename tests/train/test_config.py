@@ -113,14 +113,23 @@ def test_a_typo_in_a_key_says_what_to_write(typed, meant):
         ("graph=false", "graph=none"),
         ("graph=whole_step", "graph=full_iteration"),
         ("model=gpt2", "model=gpt2_small or model=gpt2_tiny"),
-        ("model=someone/their-model-1b", "model=local model.path=FOLDER (nothing is downloaded)"),
-        ("data=notes.txt", "data=text data.path=notes.txt"),
-        ("data=folder/rows.jsonl", "data=hf data.path=folder/rows.jsonl"),
     ],
 )
 def test_a_choice_that_there_is_not_says_what_to_write(typed, meant):
     key, _, value = typed.partition("=")
     assert complaint(typed).splitlines()[0] == f"there is no choice {value!r} for {key!r}; did you mean {meant}?"
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("model=someone/their-model-1b", "a saved one: model=local model.path=FOLDER (nothing is downloaded)"),
+        ("model=my_package.Net", "your own: model._target_="),
+        ("data=folder/rows.jsonl", "files: data=text data.path=PATH, rows: data=hf data.path=PATH"),
+    ],
+)
+def test_a_path_in_the_place_of_a_choice_says_how_paths_are_given(typed, said):
+    assert said in complaint(typed).splitlines()[1]
 
 
 @pytest.mark.parametrize("typed", ["graph=decode", "graph=none,decode"])
