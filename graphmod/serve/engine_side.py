@@ -10,7 +10,6 @@ does besides.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
 import marshal
@@ -133,16 +132,11 @@ def bound(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         return socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, UnicodeError) as error:
-        way_out = "give an address or a name of this machine, such as 127.0.0.1, or 0.0.0.0 for all of its addresses"
-        if isinstance(error, UnicodeError):  # a label of the name is too long, or empty
-            why = "it is no name of a machine"
-        elif isinstance(error, socket.gaierror) or not error.errno:
-            why = error.strerror or str(error)
-        else:
-            why = os.strerror(error.errno)
-            if error.errno in (errno.EADDRINUSE, errno.EACCES):
-                way_out = "give another port, or serve.port=0 for any free one"
-        raise ConfigError(f"serve.host={host} serve.port={port} cannot be listened on: {why}; {way_out}") from error
+        why = getattr(error, "strerror", None) or error  # a UnicodeError where a name is too long
+        raise ConfigError(
+            f"serve.host={host} serve.port={port} cannot be listened on: {why}; give an address or a name of this "
+            "machine, such as 127.0.0.1, or 0.0.0.0 for all of its addresses, and serve.port=0 for any free one"
+        ) from error
 
 
 def url(listening: socket.socket) -> str:
