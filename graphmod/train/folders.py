@@ -2,7 +2,6 @@
 they hold is still what was written. No torch.
 """
 
-import errno
 import functools
 import json
 import os
@@ -88,7 +87,6 @@ def link_latest(folder: Path) -> Path:
 LOCK_FILE, _HYDRA_FOLDER = ".lock", ".hydra"
 # Another process may hold it for a moment to look what the folder holds, and one that was killed is not gone at once.
 _PATIENCE_S = 2.0
-_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 
 class FolderInUse(ConfigError):
@@ -125,14 +123,9 @@ def owned(folder: Path) -> Iterator[None]:
             "(hydra.run.dir=FOLDER; in a multirun hydra.sweep.dir=FOLDER)"
         ) from None
     except OSError as error:
-        if error.errno in _NO_LOCKS:
-            raise GraphmodError(
-                f"the file system of {folder} has no file locks ({error.strerror}), so nothing would keep other "
-                "processes from writing to it; write to another one (hydra.run.dir=FOLDER)"
-            ) from error
         raise GraphmodError(
             f"cannot write to {folder}: {error.strerror or error}; choose another folder with hydra.run.dir=FOLDER "
-            "(of a multirun: hydra.sweep.dir=FOLDER)"
+            "(of a multirun: hydra.sweep.dir=FOLDER), in a file system that has locks"
         ) from error
     try:
         since = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %z")
