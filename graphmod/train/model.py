@@ -242,9 +242,6 @@ def model_config(model: ModelConfig, data_vocab_size: int | None, length: int) -
     if model.architecture == LOCAL:
         assert model.path is not None
         config = saved_config(model.path)
-        limit = getattr(config, "max_position_embeddings", None)
-        if limit is not None and length > limit:
-            raise ConfigError(f"data.seq_len={length} is longer than the {limit} positions of {model.path}")
     else:
         size = model.vocab_size or (None if data_vocab_size is None else rounded_vocabulary(data_vocab_size))
         if size is None:
@@ -252,12 +249,13 @@ def model_config(model: ModelConfig, data_vocab_size: int | None, length: int) -
                 "the data does not say how many different tokens it has; give your data set an attribute vocab_size, "
                 "or set model.vocab_size"
             )
-        if model.max_positions is not None and length > model.max_positions:
-            raise ConfigError(
-                f"a sequence of the data has {length} tokens, which is longer than model.max_positions="
-                f"{model.max_positions}; raise it, or shorten the items"
-            )
         config = transformers_config(model, size)
+    limit = model.max_positions or getattr(config, "max_position_embeddings", None)
+    if limit is not None and length > limit:
+        raise ConfigError(
+            f"a sequence of the data has {length} tokens, which is longer than the {limit} positions of the model "
+            "(model.max_positions); raise them, or shorten the sequences (data.seq_len)"
+        )
     if data_vocab_size is not None and config.vocab_size < data_vocab_size:
         raise ConfigError(
             f"the data has a vocabulary of {data_vocab_size} and the model {config.vocab_size}; raise "

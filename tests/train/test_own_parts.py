@@ -406,7 +406,7 @@ def test_a_module_in_the_present_folder_is_found(own, tmp_path, monkeypatch):
         ({"data": named("Broken"), "batch_size": 32}, "item 5 cannot be read: KeyError: 'five' ("),
         ({"data": named("Pairs"), "seq_len": 256}, "does not say how many different tokens it has"),
         ({"data": named("Pairs"), "seq_len": 256, "model": named("Classifier")}, "no built-in loss is for the items"),
-        ({"data": named("Tokens"), "seq_len": 2000}, "longer than model.max_positions=1024"),
+        ({"data": named("Tokens"), "seq_len": 2000}, "longer than the 1024 positions of the model"),
         (
             {"loss": named("classified", smoothing=1)},
             "unexpected keyword argument 'smoothing'. Given: model, microbatch",
