@@ -302,6 +302,10 @@ class DataConfig:
 
 
 _OF_SOURCES: dict[str, Collection[str]] = {
+    "path": {Source.text, Source.hf},
+    "tokenizer": {*Source} - {Source.synthetic, Source.custom},
+    "max_bytes": {Source.stdlib, Source.text},
+    "vocab_size": {Source.synthetic},
     "column": {Source.hf},
     "train_on": {Source.hf},
     "split": {Source.hf},
@@ -345,18 +349,6 @@ def check_data(data: DataConfig, model: ModelConfig) -> None:
         for path in data.path:
             where = "" if Path(path).is_absolute() else f" in {Path.cwd()}"
             require(Path(path).exists(), f"data.path: there is no file or folder {path!r}{where}")
-    else:
-        require(
-            data.path is None,
-            f"data.path is not read with data={data.source}; add data=text, or data=hf for rows (JSON lines, "
-            "Parquet, CSV)",
-        )
-    if data.source is Source.synthetic:
-        require(data.tokenizer is None, "data.tokenizer has no meaning with data=synthetic: its tokens are random")
-    else:
-        require(data.vocab_size is None, "data.vocab_size is for data=synthetic only; set model.vocab_size instead")
-    if data.source is Source.hf:
-        require(data.max_bytes is None, "data.max_bytes has no meaning with data=hf, which reads rows; leave it out")
     require_read("data", data, data.source, _OF_SOURCES)
     if data.tokenizer not in (None, "bytes"):
         require(
@@ -663,16 +655,12 @@ def check_parallel(parallel: ParallelConfig) -> None:
     """Raises ConfigError for settings that do nothing, or are missing."""
     mode = parallel.mode
     require(
-        parallel.tp is None or mode.splits_layers,
-        f"parallel.tp={parallel.tp} splits layers, and parallel={mode} does not; choose parallel=tp or "
-        "parallel=fsdp_tp",
-    )
-    require(
         parallel.reshard_after_forward or mode.shards,
         f"parallel.reshard_after_forward=false does nothing with parallel={mode}; leave it out, or choose "
         "parallel=fsdp | fsdp_tp",
     )
-    require_read("parallel", parallel, mode, {"capacity_factor": {ParallelMode.experts}})
+    splits = {one for one in ParallelMode if one.splits_layers}
+    require_read("parallel", parallel, mode, {"tp": splits, "capacity_factor": {ParallelMode.experts}})
     require(
         parallel.tp is not None or mode is not ParallelMode.fsdp_tp,
         "parallel=fsdp_tp has to be told over how many GPUs each layer is split, such as parallel.tp=2",

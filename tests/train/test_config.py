@@ -152,7 +152,9 @@ def test_a_list_is_advised_where_the_setting_is_one(typed, listed):
     assert ("or write a list as 'optim.betas=[0.9,0.95]'" in said) == listed == ("list" in said)
 
 
-@pytest.mark.parametrize(("typed", "add"), [("data.path=a.txt", "add data=text"), ("model.path=a", "add model=local")])
+@pytest.mark.parametrize(
+    ("typed", "add"), [("data.path=a.txt", "choose data=hf | text"), ("model.path=a", "add model=local")]
+)
 def test_a_path_without_its_group_says_which_to_choose(typed, add):
     assert add in complaint(typed)
 
@@ -329,9 +331,9 @@ def test_an_error_of_the_graph_settings_names_the_group():
         (["data=text"], "data.path=FILE_OR_FOLDER"),
         (["data=text", "data.path=not_there.txt"], "'not_there.txt'"),
         (["data=text", "data.path=2024"], "write data.path=./2024"),
-        (["data.path=a.txt"], "data.path is not read with data=stdlib"),
-        (["data.vocab_size=100"], "data=synthetic only"),
-        (["data=synthetic", "data.tokenizer=bytes"], "random"),
+        (["data.path=a.txt"], "data.path does nothing with data=stdlib"),
+        (["data.vocab_size=100"], "choose data=synthetic"),
+        (["data=synthetic", "data.tokenizer=bytes"], "data.tokenizer does nothing with data=synthetic"),
         (["data.tokenizer=not_there"], "neither a folder nor 'bytes'"),
         (["data.tokenizer=README.md"], "is a file; give its folder"),
         (["data.seq_len=0"], "at least 1"),
