@@ -43,7 +43,6 @@ _NAMES = {
     "irecv": "recv",
     "recv_any_source": "recv",
 }
-_REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 _OWN_AMOUNTS = ("all_to_all_single", "all_to_all")  # each rank may have its own
 # Which argument has the same number of elements on all ranks; elsewhere it is the first.
 _SAME_ON_ALL = {"gather": 1, "reduce_scatter": 1}
@@ -150,7 +149,7 @@ def _reduction(given: Any) -> str:
     number = reduction_of(given)
     if number is None:
         return "a reduction"
-    return _REDUCTIONS[number] if number < len(_REDUCTIONS) else str(number)
+    return distributed.ReduceOp.RedOpType(number).name.lower()
 
 
 def _described(tensors: list[Tensor]) -> str:
