@@ -18,10 +18,10 @@ from pathlib import Path
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
-from graphmod.cli.start import CONFIGS, complain, say_plainly, unwritten
+from graphmod.cli.start import complain, say_plainly, unwritten
 from graphmod.errors import GraphmodError
 from graphmod.train.settings import REFUSED_OPTIMIZERS, RunConfig
 from graphmod.words import as_yaml, nearest
@@ -150,17 +150,7 @@ def most_like(word: str, options: Iterable[str]) -> list[str]:
     return begun or [best for best in [nearest(word, options, cutoff=0.6)] if best]
 
 
-# What omegaconf says of a value of another kind, and how users call that kind.
-_WRONG_KIND = re.compile(r"Value '(.*)' (?:of type .* could not be converted to |is not a valid )(Integer|Float|bool)")
 _SEVERAL = re.compile(r"(?:Sweep parameters|Ambiguous value for argument) '(.*?)'(?: requires|$)", re.M)
-_KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
-_KINDS |= {
-    "int": _KINDS["Integer"],
-    "float": _KINDS["Float"],
-    "str": "a text",
-    "ListConfig": "a list",
-    "DictConfig": "a set of settings",
-}
 
 
 def unknown_flag(argument: str, flags: list[str], kind: type) -> str:
@@ -177,14 +167,9 @@ def _advice(name: str, value: str | None, kind: type) -> str:
     """What to write to set `name`; where `value` cannot be meant, the values that can."""
     if "=" in name:
         return f" Write {name}"
-    if "." in name and not name.startswith("hydra."):
-        try:
-            OmegaConf.merge(schema(kind), OmegaConf.from_dotlist([f"{name}={value}"]))
-        except (OmegaConfBaseException, YAMLError):
-            known = type(OmegaConf.select(schema(kind), name))
-            if not issubclass(known, StrEnum):
-                return ""
-            return f" Write {name}=VALUE with one of: {', '.join(known)}"
+    known = str if name.startswith("hydra.") else type(OmegaConf.select(schema(kind), name))
+    if issubclass(known, StrEnum) and value not in [*known]:
+        return f" Write {name}=VALUE with one of: {', '.join(known)}"
     return f" Write {name}={value}"
 
 
@@ -246,19 +231,6 @@ def no_choice(group: str, choice: str, options: Iterable[str], kind: type) -> st
     return f"there is no choice {choice!r} for {group!r}{hint}{paths}{listed}"
 
 
-def _several_values(override: str, kind: type) -> str:
-    """The error for `override`, which gives several values without --multirun."""
-    key, _, value = override.partition("=")
-    settings = OmegaConf.structured(kind)
-    try:  # whether the setting may be a list
-        OmegaConf.update(settings, key, [item.strip() for item in value.split(",")])
-        kept = OmegaConf.select(settings, key)
-    except OmegaConfBaseException:
-        kept = None
-    listed = f", or write a list as '{key}=[{value}]'" if OmegaConf.is_list(kept) else ""
-    return f"{override} gives several values: add --multirun to run each of them{listed}"
-
-
 def explain(error: BaseException, kind: type = RunConfig) -> str:
     """One to three lines that say what is wrong with the command line or a config file and how to mend it, from an
     exception of Hydra, omegaconf or yaml; what it wraps is looked at first."""
@@ -274,7 +246,8 @@ def _reason(error: BaseException, kind: type) -> str:
     if isinstance(error, MissingConfigException):
         return _missing(error, kind)
     if several := _SEVERAL.match(str(error)):
-        return _several_values(several[1], kind)
+        key, _, value = several[1].partition("=")
+        return f"{several[1]} gives several values: add --multirun to run each, or write one list as '{key}=[{value}]'"
     if twice := re.match(r"(\S+) appears more than once in the final defaults list", str(error)):
         group = twice[1]
         return f"{group!r} is chosen twice; write {group}=CHOICE without '+', or in a file 'override /{group}: CHOICE'"
@@ -302,34 +275,14 @@ def _reason(error: BaseException, kind: type) -> str:
         typed = re.search(r"use \+(\S+?)=(.*)$", str(error))  # Hydra's own advice, which would let a typo pass
         return unknown_key(typed[1], kind, typed[2]) if typed else unknown_key(key, kind)
     reason = str(inner.msg or inner).splitlines()[0]
-    if isinstance(inner, InterpolationResolutionError):
-        return f"{key} refers to something that is not there: {reason}"
     if reason.endswith("is not Optional") or (inner.value is None and "is not a subclass of" in reason):
-        return f"{key} must be {_expected(key, kind)}, got null; leave it out for its default"
-    if wrong := _WRONG_KIND.match(reason):
-        whole = re.fullmatch(r"(-?\d+)\.0", wrong[1]) if wrong[2] == "Integer" else None  # 1e3, as Hydra read it
-        return f"{key} must be {_KINDS[wrong[2]]}, " + (f"such as {whole[1]}" if whole else f"got {wrong[1]!r}")
-    elif "is not a ListConfig" in reason:
+        return f"{key} must not be null; leave it out for its default"
+    if "is not a ListConfig" in reason:
         like = as_yaml([*(OmegaConf.select(schema(kind), key) or [inner.value])]).replace(" ", "")
         reason = f"{inner.value!r} is not a list; write it as '{key}={like}'"
     elif "is not a subclass of" in reason:
         reason = f"{inner.value!r} is not a set of settings; {key!r} is a group: write {key}=CHOICE"
-    elif reason.startswith("Invalid value"):
-        reason = f"{key} must be {_expected(key, kind)}, got {as_yaml(inner.value)}"
-        if key != "graph.scope":
-            return reason
-        scopes = of_command("graph", (file.stem for file in (CONFIGS / "graph").glob("*.yaml")), kind)
-        like = most_like(str(inner.value), scopes) or scopes
-        return f"{reason}; write {' or '.join(f'graph={one}' for one in like)}"
     return f"{key}: {reason}"
-
-
-def _expected(key: str, kind: type) -> str:
-    """What a setting may be, in words."""
-    default = OmegaConf.select(schema(kind), key)
-    if isinstance(default, StrEnum):
-        return f"one of {', '.join(type(default))}"
-    return _KINDS.get(type(default).__name__, "a value")
 
 
 def without_name(argument: str, kind: type) -> str:

@@ -198,7 +198,10 @@ def test_a_file_is_checked_by_its_path(step_file, monkeypatch, capsys, form):
     [
         ("inside/nothing.py:step", "there is no file inside/nothing.py; write FILE.py:function, or package.module:"),
         ("inside/its_step.py", "names no function; write package.module:function or FILE.py:function"),
-        ("inside/its_step.py:stpe", "importing inside.its_step:stpe raised AttributeError: module 'inside.its_step' has"),
+        (
+            "inside/its_step.py:stpe",
+            "importing inside.its_step:stpe raised AttributeError: module 'inside.its_step' has",
+        ),
         ("inside/its_step.py:Model.fit_epok", "AttributeError: type object 'Model' has no attribute 'fit_epok'"),
     ],
 )
