@@ -106,7 +106,6 @@ def made(setting: str, target: dict[str, Any], *, bound_to: tuple[str, ...] = ()
         raise ConfigError(f"{setting}._args_ cannot be given: it is called with {' and '.join(bound_to)}; use names")
     arguments = {name: value for name, value in {**more, **target}.items() if name not in _OF_HYDRA}
     said = named(setting, target)
-    _require_taken(said, called, (*target.get("_args_", ()), *bound_to), arguments)
     try:
         if bound_to:
             return functools.partial(called, **instantiate({"_convert_": "all", **arguments}))
@@ -115,21 +114,5 @@ def made(setting: str, target: dict[str, Any], *, bound_to: tuple[str, ...] = ()
         cause = error.__cause__
         if cause is not None and passes_on(cause):
             raise cause from None
-        got, why = ", ".join(_words(arguments)) or "no arguments", in_words(cause if cause is not None else error)
-        raise ConfigError(f"{said} cannot be made with {got}: {why}") from error
-
-
-def _words(arguments: dict[str, Any]) -> list[str]:
-    return [f"{name}={value!r:.60}" for name, value in arguments.items()]
-
-
-def _require_taken(said: str, called: Callable, positional: Any, arguments: dict[str, Any]) -> None:
-    try:
-        signature = inspect.signature(called)
-    except (TypeError, ValueError):  # of some that are written in C
-        return
-    try:
-        signature.bind(*positional, **arguments)
-    except TypeError as error:
-        got = ", ".join([*map(str, positional), *_words(arguments)]) or "nothing"
-        raise ConfigError(f"{said} does not fit its arguments: {error}. Given: {got}; it takes {signature}") from error
+        got = ", ".join(f"{name}={value!r:.60}" for name, value in arguments.items()) or "no arguments"
+        raise ConfigError(f"{said} cannot be made with {got}: {in_words(error if cause is None else cause)}") from error
