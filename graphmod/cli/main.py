@@ -98,11 +98,6 @@ def _complete(arguments: list[str]) -> int:
     return (train if name == "compare" else COMMANDS.get(name, train))(arguments)
 
 
-def serve_main() -> int:
-    """The console command `graphmod-serve`, which is `graphmod serve`; returns the exit status."""
-    return serve(sys.argv[1:])
-
-
 def main() -> int:
     """Runs the console command with the arguments in `sys.argv`; returns the exit status.
 
