@@ -577,13 +577,9 @@ def check_train(train: TrainConfig) -> None:
     """Raises ConfigError for a log, loss or run that is not there; makes `train.log` a list."""
     _check_log(train)
     require(
-        train.loss is not None,
-        f"train.loss must be {FUSED} or a set of settings, got null; leave it out for its default",
-    )
-    require(
         train.loss == FUSED or isinstance(train.loss, dict),
-        f"train.loss must be {FUSED} or have settings, got {train.loss!r}; for a loss of your own write "
-        f"train.loss._target_={train.loss}",
+        f"train.loss must be {FUSED} or have settings, got {train.loss}; for a loss of your own write "
+        "train.loss._target_=my_package.loss, or leave it out for that of the data",
     )
     if train.own_loss:
         check_target("train.loss", train.own_loss)
