@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from graphmod.errors import ConfigError
@@ -480,18 +479,15 @@ class Items:
 
     def _length(self) -> int:
         kind = type(self._items).__name__
-        usable = hasattr(self._items, "__getitem__") and hasattr(self._items, "__len__")
-        if isinstance(self._items, IterableDataset) or not usable:
-            raise ConfigError(
-                f"{self.name} made a {kind}, whose items have no numbers; make a data set with __len__ and "
-                "__getitem__, from which any item can be read: that is how a run is shuffled and resumed"
-            )
         try:
             count = len(self._items)
         except Exception as error:
             if passes_on(error):
                 raise
-            raise ConfigError(f"{self.name}: the {kind} has no length: {in_words(error)}") from error
+            raise ConfigError(
+                f"{self.name} made a {kind} without a length: {in_words(error)}; make a data set with __len__ and "
+                "__getitem__, from which any item can be read: that is how a run is shuffled and resumed"
+            ) from error
         if not count:
             raise ConfigError(f"{self.name} made an empty {kind}; give it something to read")
         return count

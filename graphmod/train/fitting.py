@@ -143,17 +143,11 @@ def _require_supported(config: RunConfig, model: nn.Module, corpus: Data) -> Non
             f"{wanted[0]} goes layer by layer, and {name} has no list of like layers; keep them in an nn.ModuleList or "
             f"nn.Sequential, {way_out}"
         )
-    if not config.train.sample_every:
-        return
-    if not of_transformers:
+    has_tokens = not isinstance(corpus, Items) or corpus.tokenizer is not None
+    if config.train.sample_every and not (of_transformers and has_tokens):
         raise ConfigError(
-            f"train.sample_every={config.train.sample_every} writes text with a model of transformers, and {name} is "
-            "none; leave it out"
-        )
-    if isinstance(corpus, Items) and corpus.tokenizer is None:
-        raise ConfigError(
-            f"train.sample_every={config.train.sample_every} writes text, and {corpus.name} has no tokenizer; give it "
-            "an attribute `tokenizer` with one of transformers"
+            f"train.sample_every={config.train.sample_every} writes text, with a model of transformers and a tokenizer "
+            f"of transformers, which data of your own has as its attribute `tokenizer`; got {name}. Leave it out"
         )
 
 
