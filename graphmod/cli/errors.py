@@ -53,6 +53,8 @@ _ELSEWHERE = {
     "do_sample": "decode=sample",
     "fp16": "train.precision=fp16_mixed",
     "gradient_accumulation_steps": "grad_accumulation",
+    "lr": "learning_rate",
+    "wd": "weight_decay",
     "gradient_checkpointing": "activation_checkpointing",
     "max_tokens": "max_new_tokens",
     "optimizer": "optim",
@@ -99,16 +101,6 @@ def last_names(group: str, names: list[str]) -> list[str]:
     return [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == group]
 
 
-def _shortened(short: str, words: dict[str, str]) -> str | None:
-    """What the only word that `short` begins, or has the initials of, stands for; None where there are more or none."""
-    found = [
-        name
-        for word, name in words.items()
-        if word.startswith(short) or "".join(part[0] for part in word.split("_") if part) == short
-    ]
-    return found[0] if len(found) == 1 and len(short) > 1 else None
-
-
 def _from_elsewhere(last: str, siblings: dict[str, str], anywhere: dict[str, str], names: list[str]) -> str | None:
     """What `last` of another program is here; None where it is nothing, or of a command without that setting."""
     here, *others = _ELSEWHERE.get(last, "").split(" or ")
@@ -137,8 +129,8 @@ def meant(key: str, names: list[str]) -> str | None:
     known = _from_elsewhere(last, siblings, anywhere, names) or anywhere.get(last)
     if group and siblings:
         close = siblings.get(nearest(last, siblings, cutoff=0.65) or "")
-        return known or _shortened(last, siblings) or close or _shortened(last, anywhere)
-    return known or _shortened(last, siblings) or _shortened(last, anywhere) or nearest(key, names, cutoff=0.65)
+        return known or close
+    return known or nearest(key, names, cutoff=0.65)
 
 
 def most_like(word: str, options: Iterable[str]) -> list[str]:
@@ -253,8 +245,6 @@ def _reason(error: BaseException, kind: type) -> str:
         return f"{group!r} is chosen twice; write {group}=CHOICE without '+', or in a file 'override /{group}: CHOICE'"
     if none := re.match(r"Could not override '(\w+)'\. No match in the defaults list", str(error)):
         group, settings = none[1], last_names(none[1], setting_names(kind))
-        if group == "model" and kind is not RunConfig:
-            return "'model' is a group: write model.path=FOLDER"
         if settings and kind is not RunConfig:  # how tokens are drawn, which each request to a server says itself
             return f"{group!r} has no choices here; write {group}.KEY=VALUE with one of: {', '.join(settings)}"
         return unknown_key(group, kind)

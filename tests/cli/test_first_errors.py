@@ -392,7 +392,9 @@ def test_a_name_in_the_place_of_a_folder_says_that_nothing_is_downloaded(tmp_pat
 
 
 def test_a_model_for_generate_is_given_by_its_path():
-    with pytest.raises(ConfigError, match=r"'model' is a group: write model.path=FOLDER"):
+    with pytest.raises(
+        ConfigError, match=r"'model' has no choices here; write model.KEY=VALUE with one of: path, precision, device"
+    ):
         typed(GENERATE, "model=gpt2")
 
 

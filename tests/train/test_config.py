@@ -80,7 +80,6 @@ def test_a_key_without_its_group_names_the_whole_key():
         ("lr=1", "optim.learning_rate=1"),
         ("optim.wd=0", "optim.weight_decay=0"),
         ("train.batch_size=4", "data.batch_size=4"),
-        ("train.prec=fp32", "train.precision=fp32"),
         ("trainsteps=3", "train.steps=3"),
         ("data.block_size=4", "data.seq_len=4"),
         ("dtype=bf16", "train.precision=bf16"),
