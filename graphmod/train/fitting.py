@@ -78,7 +78,9 @@ def fitted(
         averaged = ranks.count > 1 and config.parallel.mode is ParallelMode.ddp
         _try_loss(model, config, microbatch, tried, averaged)
         if batches.evaluation:  # what fails there alone
-            _try_evaluation(model, config, microbatch, tried)
+            what = "the loss in an evaluation, which has no gradients (train.eval_every=0 makes none),"
+            with torch.no_grad():
+                _called(model, config, what, lambda: tried(model, microbatch), training=False)
         if _state(criterion) != before:
             raise ConfigError(
                 f"{named('train.loss', config.train.own_loss)} keeps something from step to step, which no "
@@ -247,17 +249,9 @@ def _try_logits(model: nn.Module, config: RunConfig, microbatch: Any, loss_fn: C
         with torch.no_grad():
             return forward(model, some, **more)
 
-    what = f"calling the model with tokens {described({'': tokens})}"
     shape = tuple(tokens.shape)
-    try:
-        found = _called(model, config, what, functools.partial(call, zeros))
-    except ConfigError as error:
-        if isinstance(error.__cause__, AttributeError) and "'logits'" in str(error.__cause__):
-            raise ConfigError(
-                f"{name} returned something that is no tensor and has no `.logits`; return the logits, (B, S, V), "
-                "or give a loss of your own (train.loss._target_)"
-            ) from error
-        raise
+    what = f"calling the model with tokens {shape} int64 for its logits (a tensor, or `.logits` of what it returns)"
+    found = _called(model, config, what, functools.partial(call, zeros))
     fits = isinstance(found, Tensor) and found.is_floating_point() and found.dim() == 3
     if not fits or tuple(found.shape[:2]) != shape:
         raise ConfigError(
@@ -286,15 +280,6 @@ def _try_logits(model: nn.Module, config: RunConfig, microbatch: Any, loss_fn: C
             "loss of the next token would be of what it has seen. Make it causal (BERT's kind: "
             "model.options.is_decoder=true); for another task give a loss of your own (train.loss._target_)"
         )
-
-
-def _try_evaluation(model: nn.Module, config: RunConfig, microbatch: Any, loss_fn: Callable) -> None:
-    """Whether the loss can do without gradients, which an evaluation has none of."""
-    with torch.no_grad():
-        try:
-            _called(model, config, "the loss in an evaluation", lambda: loss_fn(model, microbatch), training=False)
-        except ConfigError as error:
-            raise ConfigError(f"{error}. It has no gradients there; train.eval_every=0 evaluates never") from error
 
 
 def _try_loss(model: nn.Module, config: RunConfig, microbatch: Any, loss_fn: Callable, averaged: bool) -> None:

@@ -379,14 +379,20 @@ def test_a_module_in_the_present_folder_is_found(own, tmp_path, monkeypatch):
         ),
         (
             {"model": named("Failing")},
-            "calling the model with tokens (1, 16) int64 fails: RuntimeError: no such luck (",
+            "for its logits (a tensor, or `.logits` of what it returns) fails: RuntimeError: no such luck (",
         ),
         (
             {"model": named("OfIntegers")},
             "returned (1, 16) int64 for tokens (1, 16); expected logits (1, 16, vocabulary)",
         ),
-        ({"model": named("OfDict")}, "no tensor and has no `.logits`"),
-        ({"model": named("Classifier")}, "calling the model with tokens (1, 16) int64 fails"),
+        (
+            {"model": named("OfDict")},
+            "of what it returns) fails: AttributeError: 'dict' object has no attribute 'logits'",
+        ),
+        (
+            {"model": named("Classifier")},
+            "calling the model with tokens (1, 16) int64 for its logits (a tensor, or `.logits` of what it returns) ",
+        ),
         ({"model": named("Ahead")}, "looks ahead"),
         ({"data": named("Tokens", length=3)}, "unexpected keyword argument 'length'"),
         ({"data": named("number"), "seq_len": 256}, "made a int without a length: TypeError"),
@@ -536,7 +542,7 @@ def test_code_of_ones_own_that_fails_later_is_one_line(own, tmp_path):
 def test_a_loss_that_needs_gradients_says_that_an_evaluation_has_none(own, tmp_path):
     parts = {"model": named("Net"), "loss": named("penalized")}
     message = complaint(own("graph=none", "train.eval_every=4", **parts), tmp_path)
-    assert "the loss in an evaluation fails: " in message and message.endswith("train.eval_every=0 evaluates never")
+    assert "the loss in an evaluation, which has no gradients (train.eval_every=0 makes none), fails: " in message
     assert len(train(own("graph=none", "train.eval_every=0", **parts), tmp_path / "without").losses) == 8
 
 
