@@ -71,14 +71,11 @@ def _are_messages(found: Any) -> bool:
 
 def _prompt(read: Any, line: int, path: Path) -> Prompt:
     keys = [key for key in ("prompt", "messages") if isinstance(read, dict) and key in read]
-    if len(keys) == 2:
-        raise ConfigError(f'line {line} of {path} has both "prompt" and "messages"; leave one of them')
     if keys == ["prompt"] and isinstance(read["prompt"], str):
         return Prompt(read.pop("prompt"), line, read)
     if keys == ["messages"] and _are_messages(read["messages"]):
         return Prompt(line=line, fields=read, messages=read["messages"])
-    got = f'"{keys[0]}": {read[keys[0]]!r:.80}' if keys else f"{read!r:.80}"
-    raise ConfigError(f"line {line} of {path} must be like {_LIKE}, got {got}")
+    raise ConfigError(f"line {line} of {path} must be like {_LIKE}, got {read!r:.80}")
 
 
 def read_prompts(path: Path) -> list[Prompt]:

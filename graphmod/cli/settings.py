@@ -144,10 +144,8 @@ class GenerateConfig:
         if (self.prompt is None) == (self.prompts_file is None):
             raise ConfigError('give one of prompt="..." and prompts_file=FILE')
         self.model.check()
-        if self.out is not None and self.prompts_file is None:
-            raise ConfigError("out=FILE goes with prompts_file=FILE; a single prompt is printed")
-        if self.overwrite and self.prompts_file is None:
-            raise ConfigError("overwrite=true goes with prompts_file=FILE; a single prompt is printed")
+        if self.prompts_file is None and (self.out is not None or self.overwrite):
+            raise ConfigError("out=FILE and overwrite=true go with prompts_file=FILE; a single prompt is printed")
         if self.decode.adapter is not None:
             raise ConfigError("decode.adapter is for engines in Python; model.path=FOLDER takes an adapter")
         if self.decode.n < 1:

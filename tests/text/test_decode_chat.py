@@ -128,13 +128,13 @@ def test_a_tokenizer_without_a_template_is_told_before_the_model_is_loaded(
     ("line", "said"),
     [
         ({"messages": [{"role": "king", "content": "x"}]}, "refuses the messages: no such role: king"),
-        ({"messages": []}, 'got "messages": []'),
-        ({"messages": "x"}, "got \"messages\": 'x'"),
+        ({"messages": []}, "got {'messages': []}"),
+        ({"messages": "x"}, "got {'messages': 'x'}"),
         ({"messages": [{"content": "x"}]}, 'must be like {"prompt": "a text"} or {"messages": '),
         ({"messages": [{"role": "user"}]}, "messages.0.content is required"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content: only parts like"),
         ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "messages.0.tool_calls is nothing that"),
-        ({"messages": [{"role": "user", "content": "x"}], "prompt": "y"}, 'has both "prompt" and "messages"'),
+        ({"messages": [{"role": "user", "content": "x"}], "prompt": "y"}, 'must be like {"prompt": "a text"} or'),
     ],
     ids=str,
 )
