@@ -255,9 +255,8 @@ def _tokenizer_of(codec: TokenizerCodec | None) -> Any:
     tokenizer = None if codec is None else codec.tokenizer
     if tokenizer is None or not tokenizer.chat_template:
         raise ConfigError(
-            "the data has chats (lists of messages), and "
-            + ("bytes have no chat template" if tokenizer is None else "the tokenizer has no chat template")
-            + "; give the tokenizer of a chat model (data.tokenizer=FOLDER), or set its chat_template and save it again"
+            "the data has chats (lists of messages), and bytes, or this tokenizer, have no chat template; give the "
+            "tokenizer of a chat model (data.tokenizer=FOLDER), or set its chat_template and save it again"
         )
     return tokenizer
 
@@ -490,11 +489,6 @@ def _columns(data: DataConfig, path: str, names: list[str]) -> list[str]:
     column = data.column or _TEXT
     if column in names:
         return [column]
-    if data.column is None and _PROMPT in names:
-        raise ConfigError(
-            f"data.path={path} has prompts, and no column {_COMPLETION!r} to train on; it has "
-            f"{', '.join(sorted(names))}. Add that column, or train on the prompts as texts: data.column={_PROMPT}"
-        )
     wanted = f"data.column={column}" if data.column else "'messages', 'prompt' and 'completion', or 'text'"
     raise ConfigError(
         f"data.path={path} has no column {wanted}; it has {', '.join(sorted(names))}. "

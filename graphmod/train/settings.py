@@ -350,13 +350,11 @@ def check_data(data: DataConfig, model: ModelConfig) -> None:
             where = "" if Path(path).is_absolute() else f" in {Path.cwd()}"
             require(Path(path).exists(), f"data.path: there is no file or folder {path!r}{where}")
     require_read("data", data, data.source, _OF_SOURCES)
-    if data.tokenizer not in (None, "bytes"):
-        require(
-            not Path(data.tokenizer).is_file(),
-            f"data.tokenizer={data.tokenizer} is a file; give its folder, in which its name must be one that "
-            "transformers looks for, such as tokenizer.json",
-        )
-        require(Path(data.tokenizer).is_dir(), f"data.tokenizer={data.tokenizer} is neither a folder nor 'bytes'")
+    require(
+        data.tokenizer in (None, "bytes") or Path(data.tokenizer).is_dir(),
+        f"data.tokenizer={data.tokenizer} is neither a folder nor 'bytes'; give the folder of a saved tokenizer, with "
+        "a file that transformers looks for, such as tokenizer.json",
+    )
     if data.buckets is not None:
         sizes = list(data.buckets)
         require(

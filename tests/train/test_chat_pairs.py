@@ -116,7 +116,7 @@ CHAT = [message("user", "a")]
         ([], r"a.jsonl is empty: 1 file without a row"),
         ([TEXT, '{"text": "b"'], r"a.jsonl cannot be read by the datasets library: JSON parse error: .* in row 1"),
         (['["a"]', "3"], r"""a.jsonl cannot be read .*A line of JSON is an object such as \{"text": "..."\}"""),
-        ([{"prompt": "a"}], r"a.jsonl has prompts, and no column 'completion' to train on.*data.column=prompt"),
+        ([{"prompt": "a"}], r"a.jsonl has no column 'messages', 'prompt' and 'completion', or 'text'; it has prompt"),
         ([{"prompt": CHAT, "completion": "b"}], r"row 1 of .*both lists of messages; 'prompt' is list and 'comp.*is s"),
         (
             [PAIR, {"prompt": "a", "completion": ["b"]}],

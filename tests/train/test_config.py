@@ -309,7 +309,7 @@ def test_an_error_of_the_graph_settings_names_the_group():
         (["data.vocab_size=100"], "choose data=synthetic"),
         (["data=synthetic", "data.tokenizer=bytes"], "data.tokenizer does nothing with data=synthetic"),
         (["data.tokenizer=not_there"], "neither a folder nor 'bytes'"),
-        (["data.tokenizer=README.md"], "is a file; give its folder"),
+        (["data.tokenizer=README.md"], "README.md is neither a folder nor 'bytes'; give the folder of a saved"),
         (["data.seq_len=0"], "at least 1"),
         (["data.seq_len=2000"], "model.max_positions=1024"),
         (["data.eval_fraction=0"], "train.eval_every=0"),

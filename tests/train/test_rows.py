@@ -99,7 +99,9 @@ def test_a_template_that_does_not_mark_the_assistant_says_how_to(library, write,
 
 
 def test_chats_need_a_template(library, write):
-    with pytest.raises(ConfigError, match="bytes have no chat template; give the tokenizer of a chat model"):
+    with pytest.raises(
+        ConfigError, match="bytes, or this tokenizer, have no chat template; give the tokenizer of a chat model"
+    ):
         corpus_of(write("a.jsonl", CHATS))
 
 
