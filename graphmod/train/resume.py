@@ -141,8 +141,6 @@ def other_ranks(manifest: dict[str, Any], config: RunConfig, ranks: int, arrange
     before, so = manifest["ranks"], manifest["arrangement"]
     if before == ranks and so == arranged:
         return None
-    if before == ranks:
-        return f"resuming with {arranged}, after {so}: everything continues, and the numbers differ by rounding"
     was, now = before * all_settings(manifest)["train"]["grad_accumulation"], ranks * config.train.grad_accumulation
     times = f"{Fraction(now, was)} {'of' if now < was else 'times'}"
     size = (
