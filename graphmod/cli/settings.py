@@ -203,8 +203,6 @@ class ServeConfig:
 log = logging.getLogger("graphmod")
 
 _CONFIGS = ("config.json", ADAPTER_FILE)
-_WEIGHTS = ("*.safetensors", "*.bin")
-_GGUF = ".gguf"
 _DEPTH = 3  # folders between one that is given and a run's: runs/compare/DATE_TIME/JOB
 _RUNS = Path("runs/train"), Path("runs/compare")  # of train.py, and of its multiruns
 
@@ -213,19 +211,14 @@ def model_folder(path: str) -> Path:
     """The folder of the model that `path` means: itself, one in the cache of Hugging Face, or the latest checkpoint
     below it that is whole. The log says which later ones are damaged. Raises ConfigError where there is none, or it is
     a checkpoint that is damaged, newer than this version, or of a model of somebody's own."""
-    if path.endswith(_GGUF) and Path(path).is_file():
-        raise _of_llama_cpp(path, Path(path))
     folder = saved_folder(path, f". Or train one: graphmod train{_elsewhere()}")
-    if (file := next(folder.glob(f"*{_GGUF}"), None)) is not None and not any(
-        [*folder.glob(weights)] for weights in _WEIGHTS
-    ):
-        raise _of_llama_cpp(path, file)
     if any((folder / name).is_file() for name in _CONFIGS) or checkpoint_of(folder) is not None:
         return require_no_own_model(require_whole(folder))
     found = _latest_first(folder)
     if not found:
         raise ConfigError(
-            f"model.path={path} holds neither a saved model (there is no config.json) nor a checkpoint of a run; "
+            f"model.path={path} holds neither a saved model (there is no config.json) nor a checkpoint of a run; save "
+            "one with save_pretrained (a GGUF file is loaded with from_pretrained(FOLDER, gguf_file=NAME) before), or "
             f"train one: graphmod train{_elsewhere()}"
         )
     whole, damage = first_whole(found, whole_model)
@@ -236,14 +229,6 @@ def model_folder(path: str) -> Path:
     for what in damage:
         log.warning(f"{what}; it is skipped")
     return require_no_own_model(whole)
-
-
-def _of_llama_cpp(path: str, file: Path) -> ConfigError:
-    return ConfigError(
-        f"model.path={path}: {file.name} is a model of llama.cpp (GGUF), whose quantized weights are not decoded here. "
-        "Give the folder of the model it was made from, or convert it (pip install gguf): AutoModelForCausalLM"
-        f".from_pretrained({str(file.parent)!r}, gguf_file={file.name!r}).save_pretrained(FOLDER), and its tokenizer so"
-    )
 
 
 def require_positions(folder: Path, max_seq_len: int | None) -> None:

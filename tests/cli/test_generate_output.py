@@ -323,9 +323,7 @@ def test_no_run_is_looked_for_far_below_a_folder(tmp_path):
 
 def test_a_folder_of_llama_cpp_is_told_with_the_way_to_convert_it(tmp_path):
     (tmp_path / "model-Q4_K_M.gguf").touch()
-    for path in (tmp_path, tmp_path / "model-Q4_K_M.gguf"):
-        with pytest.raises(ConfigError, match=r"llama.cpp \(GGUF\).*gguf_file='model-Q4_K_M.gguf'"):
-            model_folder(str(path))
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").touch()
-    assert model_folder(str(tmp_path)) == tmp_path
+    with pytest.raises(ConfigError, match=r"holds neither a saved model .*from_pretrained\(FOLDER, gguf_file=NAME\)"):
+        model_folder(str(tmp_path))
+    with pytest.raises(ConfigError, match="is not a folder; give that of a saved model"):
+        model_folder(str(tmp_path / "model-Q4_K_M.gguf"))
