@@ -19,7 +19,7 @@ from typing import Any
 from graphmod.config import CompileMode, CUDAGraphConfig, choice, names_settings
 from graphmod.errors import ConfigError, install
 from graphmod.train.folders import MERGED_FOLDER, require_no_own_model, saved_folder
-from graphmod.train.targets import check_target
+from graphmod.train.targets import TARGET, check_target
 
 # -- what checks share -------------------------------------------------------------------------------------------------
 
@@ -42,6 +42,9 @@ def require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+_WRITTEN = {"target": TARGET}  # on the command line and in files
+
+
 def require_read(chooses: str, values: Any, choice: str, read_by: dict[str, Collection[str]]) -> None:
     """Raises ConfigError for a setting of `values` that does nothing with this choice; each is read by some choices of
     the setting `chooses`, and says nothing with its default, false or 0."""
@@ -50,8 +53,8 @@ def require_read(chooses: str, values: Any, choice: str, read_by: dict[str, Coll
         value = getattr(values, name)
         require(
             choice in readers or not value or value == getattr(defaults, name),
-            f"{chooses.partition('.')[0]}.{name} does nothing with {chooses}={choice}; leave it out, or choose "
-            f"{chooses}={' | '.join(sorted(readers))}",
+            f"{chooses.partition('.')[0]}.{_WRITTEN.get(name, name)} does nothing with {chooses}={choice}; leave it out"
+            f", or choose {chooses}={' | '.join(sorted(readers))}",
         )
 
 
@@ -165,11 +168,7 @@ def check_model(model: ModelConfig) -> None:
             f"{model.lora.r} trains adapters beside them; drop one of them",
         )
     kind = model.architecture
-    require(
-        model.target is None or kind == CUSTOM,
-        f"model._target_ names a model of your own, and model.architecture={kind}; use model=custom (in an "
-        "experiment: `override /model: custom`; in a file of the group: `architecture: custom`), or leave it out",
-    )
+    require_read("model", model, kind, {"target": {CUSTOM}, "path": {LOCAL, CUSTOM}})
     require(
         not model.options or kind not in (LOCAL, CUSTOM),
         f"model.options={model.options} are those of a config of transformers, and do nothing with model={kind}; "
@@ -182,7 +181,6 @@ def check_model(model: ModelConfig) -> None:
     if kind == LOCAL:
         _check_saved(model)
         return
-    require(model.path is None, "model.path names a saved model; add model=local, or leave it out")
     if model.heads is not None:
         require(
             model.head_dim is not None or model.hidden_size is None or model.hidden_size % model.heads == 0,
@@ -302,39 +300,29 @@ class DataConfig:
 
 
 _OF_SOURCES: dict[str, Collection[str]] = {
-    "path": {Source.text, Source.hf},
-    "tokenizer": {*Source} - {Source.synthetic, Source.custom},
-    "max_bytes": {Source.stdlib, Source.text},
-    "vocab_size": {Source.synthetic},
-    "column": {Source.hf},
-    "train_on": {Source.hf},
-    "split": {Source.hf},
-    "pattern": {Source.text, Source.hf},
+    # What a data set of one's own takes of these is known when it is loaded (`train/batches.py`).
+    "path": {Source.text, Source.hf, Source.custom},
+    "tokenizer": {*Source} - {Source.synthetic},
+    "max_bytes": {Source.stdlib, Source.text, Source.custom},
+    "vocab_size": {Source.synthetic, Source.custom},
+    "column": {Source.hf, Source.custom},
+    "train_on": {Source.hf, Source.custom},
+    "split": {Source.hf, Source.custom},
+    "pattern": {Source.text, Source.hf, Source.custom},
+    # Its items are whole, and no texts to be cut.
+    "buckets": {*Source} - {Source.custom},
+    "packing": {*Source} - {Source.custom},
+    "target": {Source.custom},
 }
-
-
-def _check_own(data: DataConfig) -> None:
-    """What it makes of the other settings is known when it is loaded (`train/batches.py`)."""
-    require(data.target is not None, "data=custom needs data._target_=my_package.Items, the name of your data set")
-    check_target("data", data.target)
-    for name in ("buckets", "packing"):
-        require(
-            not getattr(data, name),
-            f"data.{name}={getattr(data, name)} is for texts that this trainer cuts, and data=custom brings whole "
-            "items; leave it out",
-        )
 
 
 def check_data(data: DataConfig, model: ModelConfig) -> None:
     """Raises ConfigError for a path that is missing or not there; makes `data.path` a list of str, or None."""
+    require_read("data", data, data.source, _OF_SOURCES)
     if data.source is Source.custom:
-        _check_own(data)
+        require(data.target is not None, "data=custom needs data._target_=my_package.Items, the name of your data set")
+        check_target("data", data.target)
         return
-    require(
-        data.target is None,
-        f"data._target_ names data of your own, and data={data.source}; use data=custom (in an experiment: "
-        "`override /data: custom`; in a file of the group: `source: custom`), or leave it out",
-    )
     if data.source in (Source.text, Source.hf):
         require(
             isinstance(data.path, bool) or not isinstance(data.path, (int, float)),
@@ -349,7 +337,6 @@ def check_data(data: DataConfig, model: ModelConfig) -> None:
         for path in data.path:
             where = "" if Path(path).is_absolute() else f" in {Path.cwd()}"
             require(Path(path).exists(), f"data.path: there is no file or folder {path!r}{where}")
-    require_read("data", data, data.source, _OF_SOURCES)
     require(
         data.tokenizer in (None, "bytes") or Path(data.tokenizer).is_dir(),
         f"data.tokenizer={data.tokenizer} is neither a folder nor 'bytes'; give the folder of a saved tokenizer, with "

@@ -150,7 +150,8 @@ def test_several_values_are_runs_or_a_list():
 
 
 @pytest.mark.parametrize(
-    ("typed", "add"), [("data.path=a.txt", "choose data=hf | text"), ("model.path=a", "add model=local")]
+    ("typed", "add"),
+    [("data.path=a.txt", "choose data=custom | hf | text"), ("model.path=a", "choose model=custom | local")],
 )
 def test_a_path_without_its_group_says_which_to_choose(typed, add):
     assert add in complaint(typed)
@@ -306,7 +307,7 @@ def test_an_error_of_the_graph_settings_names_the_group():
         (["data=text", "data.path=not_there.txt"], "'not_there.txt'"),
         (["data=text", "data.path=2024"], "write data.path=./2024"),
         (["data.path=a.txt"], "data.path does nothing with data=stdlib"),
-        (["data.vocab_size=100"], "choose data=synthetic"),
+        (["data.vocab_size=100"], "choose data=custom | synthetic"),
         (["data=synthetic", "data.tokenizer=bytes"], "data.tokenizer does nothing with data=synthetic"),
         (["data.tokenizer=not_there"], "neither a folder nor 'bytes'"),
         (["data.tokenizer=README.md"], "README.md is neither a folder nor 'bytes'; give the folder of a saved"),
@@ -318,7 +319,7 @@ def test_an_error_of_the_graph_settings_names_the_group():
         (["model=local", "model.path=not_there"], "not a folder"),
         (["model=local", "model.path=docs"], "config.json"),
         (["model=local", "model.path=docs"], "checkpoints/step_N"),
-        (["model.path=docs"], "add model=local"),
+        (["model.path=docs"], "choose model=custom | local"),
         (["model.layers=null"], "model.layers is not set"),
         (["model.heads=3"], "does not divide"),
         (["model.kv_heads=3"], "does not divide"),
@@ -335,7 +336,7 @@ def test_an_error_of_the_graph_settings_names_the_group():
         (["train.seed=18446744073709551616"], "64 bits"),
         (["optim.betas=[0.9]"], "two numbers"),
         (["optim=sgd", "optim.betas=[0.5,0.6]"], "with optim=sgd; leave it out, or choose optim=adam | adamw | muon"),
-        (["data.split=test"], "data.split does nothing with data=stdlib; leave it out, or choose data=hf"),
+        (["data.split=test"], "data.split does nothing with data=stdlib; leave it out, or choose data=custom | hf"),
         (["data=synthetic", "data.pattern=*.txt"], "data.pattern does nothing with data=synthetic"),
         (["optim.momentum=0.5"], "optim.momentum does nothing with optim=adamw; leave it"),
         (["optim.schedule=linear", "optim.min_lr_ratio=0.5"], "does nothing with optim.schedule=linear"),

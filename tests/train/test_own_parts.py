@@ -466,15 +466,23 @@ def test_what_does_not_fit_is_one_clear_error(own, tmp_path, parts, said):
             {"architecture": "custom", "target": named("Net"), "options": {"a": 1}},
             "do nothing with model=custom",
         ),
-        ("model", {"architecture": "llama", "target": named("Net")}, "use model=custom (in an experiment"),
+        (
+            "model",
+            {"architecture": "llama", "target": named("Net")},
+            "model._target_ does nothing with model=llama; leave",
+        ),
         ("data", {"source": Source.custom}, "data=custom needs data._target_=my_package.Items"),
         ("data", {"source": Source.custom, "target": {"_target_": "Items"}}, "such as data._target_=my_package.Name"),
         (
             "data",
             {"source": Source.custom, "target": named("Tokens"), "packing": True},
-            "data.packing=True is for texts",
+            "data.packing does nothing with data=custom",
         ),
-        ("data", {"source": Source.stdlib, "target": named("Tokens")}, "use data=custom (in an experiment"),
+        (
+            "data",
+            {"source": Source.stdlib, "target": named("Tokens")},
+            "data._target_ does nothing with data=stdlib; leave",
+        ),
         ("train", {"loss": {"_target_": "loss"}}, "such as train.loss._target_=my_package.Name, got 'loss'"),
     ],
 )
