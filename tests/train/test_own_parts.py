@@ -437,8 +437,14 @@ def test_a_module_in_the_present_folder_is_found(own, tmp_path, monkeypatch):
         ),
         ({"model": named("Net"), "overrides": ["data.packing=true"]}, "data.packing=true tells the attention"),
         ({"loss": named("smoothed"), "overrides": ["data.packing=true"]}, "keeps packed documents apart"),
-        ({"model": named("Net"), "overrides": ["train.sample_every=2"]}, "Net is none; leave it out"),
-        ({"data": named("Tokens"), "overrides": ["train.sample_every=2"]}, "has no tokenizer"),
+        (
+            {"model": named("Net"), "overrides": ["train.sample_every=2"]},
+            "writes text, with a model of transformers and a tokenizer of transformers",
+        ),
+        (
+            {"data": named("Tokens"), "overrides": ["train.sample_every=2"]},
+            "data of your own has as its attribute `tok",
+        ),
         (
             {"model": named("Unsplit"), "overrides": ["train.activation_checkpointing=true"]},
             "has no list of like layers",
