@@ -128,8 +128,7 @@ def meant(key: str, names: list[str]) -> str | None:
     siblings = {word: f"{group}.{word}".lstrip(".") for word in last_names(group, names)}
     known = _from_elsewhere(last, siblings, anywhere, names) or anywhere.get(last)
     if group and siblings:
-        close = siblings.get(nearest(last, siblings, cutoff=0.65) or "")
-        return known or close
+        return known or siblings.get(nearest(last, siblings, cutoff=0.65) or "")
     return known or nearest(key, names, cutoff=0.65)
 
 

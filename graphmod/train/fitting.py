@@ -221,12 +221,7 @@ def _called(model: nn.Module, config: RunConfig, what: str, call: Callable[[], A
     except Exception as error:
         if passes_on(error):
             raise
-        raise ConfigError(f"{_parts(model, config)}: {what} fails: {in_words(error)}") from error
-
-
-def _parts(model: nn.Module, config: RunConfig) -> str:
-    """What may be wrong, by name."""
-    return own_parts(config) or type(model).__name__
+        raise ConfigError(f"{own_parts(config) or type(model).__name__}: {what} fails: {in_words(error)}") from error
 
 
 def _try_logits(model: nn.Module, config: RunConfig, microbatch: Any, loss_fn: Callable, corpus: Data) -> None:
@@ -284,7 +279,7 @@ def _try_logits(model: nn.Module, config: RunConfig, microbatch: Any, loss_fn: C
 
 def _try_loss(model: nn.Module, config: RunConfig, microbatch: Any, loss_fn: Callable, averaged: bool) -> None:
     """Whether the loss is one; where gradients are `averaged` over ranks, each parameter must have one."""
-    parts = _parts(model, config)
+    parts = own_parts(config) or type(model).__name__  # which may be wrong
     trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
 
     def call() -> tuple[Any, list[Any]]:

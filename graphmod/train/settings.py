@@ -42,18 +42,15 @@ def require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-_WRITTEN = {"target": TARGET}  # on the command line and in files
-
-
 def require_read(chooses: str, values: Any, choice: str, read_by: dict[str, Collection[str]]) -> None:
     """Raises ConfigError for a setting of `values` that does nothing with this choice; each is read by some choices of
     the setting `chooses`, and says nothing with its default, false or 0."""
     defaults = type(values)()
     for name, readers in read_by.items():
-        value = getattr(values, name)
+        value, written = getattr(values, name), TARGET if name == "target" else name
         require(
             choice in readers or not value or value == getattr(defaults, name),
-            f"{chooses.partition('.')[0]}.{_WRITTEN.get(name, name)} does nothing with {chooses}={choice}; leave it out"
+            f"{chooses.partition('.')[0]}.{written} does nothing with {chooses}={choice}; leave it out"
             f", or choose {chooses}={' | '.join(sorted(readers))}",
         )
 
