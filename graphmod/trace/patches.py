@@ -205,7 +205,7 @@ def _index(recorder: Any, original: Any, tensor: Tensor, key: Any, *value: Any) 
     alone = not isinstance(key, tuple) and (not _is_list(key) or all(isinstance(one, _INTEGERS) for one in key))
     indices = (key,) if alone else tuple(key)
     if any(map(_is_list, indices)):
-        first = recorder.script is None or recorder.script.shows_number(len(recorder.lifted))
+        first = recorder.script is None or not recorder.script.shows_list(len(recorder.lifted))
         if value and isinstance(value[0], _NUMBERS) and first:  # a tensor is made of that first, before torch 2.15
             value = (torch.tensor(value[0], dtype=tensor.dtype),)
         there = {"device": tensor.device}

@@ -106,9 +106,9 @@ class Script:
         """Whether the recorded call showed a tensor of Python values there."""
         return index in self._made
 
-    def shows_number(self, index: int) -> bool:
-        """Whether the recorded call showed a tensor of a single number there."""
-        return index in self._made and not self._made[index][0].dim()
+    def shows_list(self, index: int) -> bool:
+        """Whether the recorded call showed a tensor of several values there."""
+        return index in self._made and self._made[index][0].dim() > 0
 
     def made(self, index: int, now: Tensor) -> Tensor | None:
         """A copy of that tensor; None where it had other values than `now`, on the host."""
