@@ -197,7 +197,7 @@ class _Journal:
 
     def save(self, tensor: Tensor) -> None:
         where = address(tensor)
-        if where not in self._saved:
+        if where not in self._saved and not (tensor.is_meta or tensor._is_zerotensor()):  # such have no memory
             whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
             self._saved[where] = (whole, whole.clone())
 

@@ -614,6 +614,28 @@ def test_a_part_is_given_tensors_as_they_lie(what, device):
     run(make, device, step=noted(call), meter=lambda _: Meter())
 
 
+@pytest.mark.parametrize("what", ["zeros", "shapes", "a forward derivative"])
+def test_tensors_without_memory_before_a_part(what, device):
+    """Nothing of them can be put back where a capture ends early."""
+
+    def make(s):
+        tell = eager(lambda x: s.meter.values.append(x.sum().item()))
+
+        def step(x):
+            if what == "zeros":
+                x = x + 2 * torch._efficientzerotensor(x.shape, device=x.device)
+            elif what == "shapes":
+                x = x.expand((torch.empty_like(x, device="meta") + 1).shape)
+            else:
+                x, _ = torch.func.jvp(s.model, (x,), (x,))
+            tell(x.detach())
+            return x.detach() + 1
+
+        return step
+
+    run(make, device, step=noted(call), meter=lambda _: Meter())
+
+
 def test_a_part_that_is_given_gradients(device):
     def make(s):
         @eager
