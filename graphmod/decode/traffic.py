@@ -304,7 +304,10 @@ class Traffic:
 
     def _arrive_and_leave(self) -> list[Run]:
         if self._arrived:
-            self._modules, self._asked = list(self._model.modules()), True
+            modules, self._asked = list(self._model.modules()), True
+            if modules != self._modules:  # one may attend otherwise: with a config of its own, as a copied layer has
+                self._modules = modules
+                self._first.awaited = True
         while self._arrived:
             handle = self._arrived[0]
             if not handle.done:

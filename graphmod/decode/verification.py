@@ -160,7 +160,8 @@ def _decoded(
 
 
 class FirstTokens:
-    """Compares the first tokens that an engine generates, once, and again when compiled code has taken over.
+    """Compares the first tokens that an engine generates, once, and again when modules were exchanged, or compiled code
+    has taken over.
 
     Args:
         model: that generates.
@@ -169,7 +170,7 @@ class FirstTokens:
         adapters: that sequences may have.
 
     Attributes:
-        awaited: whether nothing was compared yet.
+        awaited: whether some are to be compared.
     """
 
     def __init__(self, model: PreTrainedModel, most: int, where: str, adapters: Adapters) -> None:

@@ -1,5 +1,7 @@
 """Models of many kinds, against what knows nothing of this package: their own forward, and `generate`."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -12,7 +14,7 @@ from graphmod.decode import DecodeEngine
 from graphmod.decode.model import look_at
 from graphmod.decode.types import DecodeError
 from graphmod.errors import ConfigError
-from tests.support.decode_models import prompts_of, reference
+from tests.support.decode_models import prompts_of, reference, tiny_model
 
 # Windows in all layers and in some, chunks, sinks, capped scores, ALiBi, positions that are counted, several queries to
 # a head and one for all, keys and values of different size, experts, partial rotary embeddings.
@@ -189,6 +191,21 @@ def test_first_tokens_that_are_wrong_are_an_error_and_not_given_out(device, grap
     finally:
         ALL_ATTENTION_FUNCTIONS.register("graphmod_sdpa", right)
     assert not [one for one in given if getattr(one, "tokens", None)]
+
+
+def test_a_layer_that_comes_later_and_attends_by_itself_is_an_error(device):
+    """A copy of a layer has a config of its own, in which no engine exchanges the attention."""
+    model = tiny_model("llama", device)
+    engine = DecodeEngine(model, max_seq_len=100, attention="sdpa")
+    (prompt,) = prompts_of(20)
+    engine.generate([prompt], max_new_tokens=8)
+    layers = model.model.layers
+    layers[1].mlp = copy.deepcopy(layers[0].mlp)
+    assert engine.generate([prompt], max_new_tokens=8)[0].tokens == reference(model, prompt, 8)
+    layers[1].self_attn = copy.deepcopy(layers[1].self_attn)
+    for _ in range(2):
+        with pytest.raises(DecodeError, match=r"log-probabilities differ by .* they are not returned"):
+            engine.generate([prompt], max_new_tokens=8)
 
 
 @pytest.mark.parametrize(
