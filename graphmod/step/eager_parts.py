@@ -1049,7 +1049,8 @@ class EagerParts(Parts):
             return made.outcome[0]
 
         fast = FastForward(call.leaves, group.gpu, graph.recording.script, self._trail, self._lend, part_again)
-        found = graph.context.found.in_place()
+        # Those of its own graph: in a call of another kind they may have been given up since.
+        found = graph.context.found.in_place({made.known.function for made in self.made if made.known.found})
         entered = ExitStack()
         try:
             entered.enter_context(_in_modes(graph.entry.signature.modes, group.modes(), group.backend.device_type))

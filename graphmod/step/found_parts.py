@@ -105,9 +105,10 @@ class FoundParts:
     def _in_parts(self, arounds: set[_Functions]) -> bool:
         return any(one in self._parts for functions in arounds for one in functions or ())
 
-    def in_place(self) -> _InPlace:
-        """Inside, calls of these functions are eager parts, as far as somebody records them."""
-        return _InPlace([*map(_StandIn, self._parts)])
+    def in_place(self, functions: Iterable[Any] | None = None) -> _InPlace:
+        """Inside, calls of functions (None: of all that are parts now) are eager parts, as far as somebody records
+        them."""
+        return _InPlace([*map(_StandIn, self._parts if functions is None else functions)])
 
 
 class _StandIn:

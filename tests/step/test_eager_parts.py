@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import ctypes
+import enum
 import functools
 import gc
 import inspect
@@ -2635,3 +2636,30 @@ def test_what_a_call_binds_anew_after_its_last_part(changes, reads, device):
     kept["mean"] = lambda model: Mean(next(model.parameters()).device)
     side, _ = play(program(make, **kept), step, device, graph=whole, steps=16)
     assert side.graphs[0].stats.replays > 4 and side.graphs[0].stats.eager_parts, side.graphs[0].last_failure
+
+
+def test_a_part_that_another_kind_of_call_has_given_up_is_passed_once_more(device):
+    """The first kind goes on after its part, which changes what it read before; the code up to there runs again."""
+
+    class Phase(enum.Enum):
+        FIRST, LAST = 1, 2
+
+    def program():
+        at = types.SimpleNamespace(phase=Phase.FIRST, calls=0)
+
+        def advance():
+            at.calls += 1
+            at.phase = Phase.LAST if at.calls % 9 > 5 else Phase.FIRST
+
+        def step(x):
+            y = (x if at.phase is Phase.FIRST else x * 3).sin()
+            advance()
+            return y
+
+        return step
+
+    eager, graphed = program(), CUDAGraphModule(program(), config(warmup_steps=3))
+    for call in range(16):
+        x = torch.randn(4 if call in (5, 13) else 5, 4, device=device)
+        assert torch.equal(graphed(x), eager(x)), call
+    assert graphed.stats.replays
