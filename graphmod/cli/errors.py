@@ -129,7 +129,7 @@ def meant(key: str, names: list[str]) -> str | None:
     known = _from_elsewhere(last, siblings, anywhere, names) or anywhere.get(last)
     if group and siblings:
         return known or siblings.get(nearest(last, siblings, cutoff=0.65) or "")
-    return known or nearest(key, names, cutoff=0.65)
+    return known or nearest(key, names, cutoff=0.65) or anywhere.get(nearest(last, anywhere, cutoff=0.8) or "")
 
 
 def most_like(word: str, options: Iterable[str]) -> list[str]:

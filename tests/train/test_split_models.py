@@ -158,7 +158,7 @@ def test_layers_may_be_split_and_sharded(folder):
         (["parallel=tp", "train.sample_every=2"], "needs all of it"),
         (["parallel=fsdp", "optim=muon"], "updates whole matrices"),
         (["parallel=tp", "optim=sgd"], "for whole parameters only, needs all of it"),
-        (["parallel=fsdp", "parallel.tp=2"], "parallel=fsdp does not"),
+        (["parallel=fsdp", "parallel.tp=2"], "does nothing with parallel=fsdp; .* parallel=fsdp_tp"),
         (["parallel=fsdp_tp", "parallel.tp=null"], "such as parallel.tp=2"),
         (["parallel=experts", "train.sample_every=2"], "needs all of it"),
         (["parallel=experts", "optim=sgd"], "for whole parameters only, needs all of it"),
