@@ -305,7 +305,7 @@ def _other_weights(source: ModelSource, weights: WeightsName, folder: Path) -> P
     try:
         found = model_folder(str(folder))
     except ConfigError as error:  # which names the setting, and says what else the server could start with
-        raise ConfigError(re.split("[.;] (?:Or )?train ", str(error).replace("model.path=", "path "))[0]) from None
+        raise ConfigError(re.split("[.;,] (?:[Oo]r )?train ", str(error).replace("model.path=", "path "))[0]) from None
     return _with_weights(load_weights(found, None, _DTYPES[source.precision], setting="path "), weights)
 
 
